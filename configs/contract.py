@@ -1,0 +1,86 @@
+"""What launcher and ranks tell each other: one plan going in, one outcome per rank coming back. JSON files, written
+atomically."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from configs.schema import RunConfig
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader sees the old file or the whole new one, also after a power cut."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """`attempts/K/plan.json`: everything a rank must know that is not in torch's own environment variables."""
+
+    mode: Literal["train", "eval"]
+    config: RunConfig
+    launcher: Literal["direct", "torchrun", "accelerate"]
+    device: Literal["cuda", "cpu", "mps"]
+    world_size: int
+    local_world_size: int
+    threads_per_rank: int
+    store: str | None = None
+    """Path of the file through which the ranks of one node meet; None when they meet at MASTER_ADDR:MASTER_PORT, or
+    alone."""
+    terminal: str | None = None
+    """The launcher's terminal device for the progress bar; None when it has none."""
+    checkpoint: str = "best"
+    """What `eval` loads: best, last, or a step number."""
+
+    def save(self, path: Path, **facts: Any) -> None:
+        """Write the plan; `facts` (command, environment) are for the reader of the file only."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields["config"] = self.config.model_dump(mode="json")
+        write_atomically(path, json.dumps(fields | facts, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name: fields[field.name] for field in dataclasses.fields(cls)}
+        known["config"] = RunConfig.model_validate(known["config"])
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`attempts/K/outcome-rankR.json`: how one rank ended. A rank without one was killed."""
+
+    rank: int
+    status: Literal["done", "stopped", "failed"]
+    time: float
+    """Seconds since the epoch when the rank ended, to tell the first failure from those it caused."""
+    exit_code: int = 0
+    step: int | None = None
+    epoch: int | None = None
+    kind: str | None = None
+    """Of a failure: a LockstepError's kind, the exception's class, or `peer` where another rank's end was the cause."""
+    message: str | None = None
+    where: str | None = None
+    """file:line of the innermost frame outside installed packages."""
+    signal: str | None = None
+    """Of a stop: the signal's name."""
+    checkpoint: str | None = None
+    """Of a stop: name of the checkpoint to go on from."""
+
+    def save(self, path: Path) -> None:
+        write_atomically(path, json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Self | None:
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None

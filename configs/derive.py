@@ -1,0 +1,117 @@
+"""Pure arithmetic on what the user chose: slices, batches, steps, learning rates. No torch, no files."""
+
+import math
+from dataclasses import dataclass
+
+from configs.errors import ConfigError
+from configs.schema import RunConfig
+
+
+def slice_bounds(total: int, part: int, parts: int) -> tuple[int, int]:
+    """The `part`-th of `parts` contiguous slices of range(total): sizes differ by at most one, any `parts` works."""
+    return part * total // parts, (part + 1) * total // parts
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is cut. Sizes are samples; a micro-batch is what one forward pass sees."""
+
+    global_batch_size: int
+    world_size: int
+    max_slice: int
+    max_micro_batch: int
+    gradient_accumulation_steps: int
+
+    @property
+    def is_even(self) -> bool:
+        return self.global_batch_size % (self.world_size * self.gradient_accumulation_steps) == 0
+
+    def describe(self) -> str:
+        arithmetic = (
+            f"per-device {self.max_micro_batch} x {self.world_size} processes x accumulation "
+            f"{self.gradient_accumulation_steps} = global {self.global_batch_size}"
+        )
+        return arithmetic if self.is_even else f"{arithmetic}, cut into uneven slices (exact all the same)"
+
+
+def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
+    """Cut the global batch for `world_size` ranks. Raises ConfigError if a rank would never get a sample."""
+    if config.global_batch_size is not None:
+        total = config.global_batch_size
+    else:
+        assert config.per_device_batch_size is not None
+        total = config.per_device_batch_size * world_size
+    if total < world_size:
+        raise ConfigError(
+            f"global_batch_size={total} is smaller than the number of processes, {world_size}; "
+            f"use global_batch_size >= {world_size} or at most {total} processes"
+        )
+    max_slice = -(-total // world_size)
+    accumulation = -(-max_slice // (config.max_per_device_batch_size or max_slice))
+    return BatchPlan(total, world_size, max_slice, -(-max_slice // accumulation), accumulation)
+
+
+def steps_per_epoch(num_samples: int, global_batch_size: int, *, drop_last: bool) -> int:
+    """Global batches in one epoch. Raises ConfigError if there would be none."""
+    if num_samples == 0:
+        raise ConfigError("the training split is empty: 0 samples")
+    if drop_last and num_samples < global_batch_size:
+        raise ConfigError(
+            f"drop_last: true leaves nothing of {num_samples} samples at global_batch_size={global_batch_size}; "
+            f"use drop_last: false or global_batch_size <= {num_samples}"
+        )
+    return num_samples // global_batch_size if drop_last else -(-num_samples // global_batch_size)
+
+
+def total_steps(config: RunConfig, num_batches_per_epoch: int) -> int:
+    """Updates that the whole run makes if none is skipped."""
+    if config.max_steps is not None:
+        return config.max_steps
+    assert config.max_epochs is not None
+    return config.max_epochs * num_batches_per_epoch
+
+
+def warmup_steps(config: RunConfig, num_batches_per_epoch: int) -> int:
+    """Length of the linear warm-up in steps; one_cycle without one warms up over the first 30 % (OneCycleLR's
+    default)."""
+    schedule = config.schedule
+    if schedule.warmup_steps is not None:
+        return schedule.warmup_steps
+    if schedule.warmup_epochs is not None:
+        return round(schedule.warmup_epochs * num_batches_per_epoch)
+    return round(0.3 * total_steps(config, num_batches_per_epoch)) if schedule.name == "one_cycle" else 0
+
+
+def lr_at(step: int, config: RunConfig, num_batches_per_epoch: int) -> float:
+    """Learning rate of the update that follows `step` completed ones.
+
+    cosine: Loshchilov & Hutter, https://arxiv.org/abs/1608.03983, without restarts. one_cycle: cosine up from lr/25,
+    then cosine down, Smith & Topin, https://arxiv.org/abs/1708.07120; the final value is that after the last update.
+    """
+    schedule, peak = config.schedule, config.optim.lr
+    warmup, total = warmup_steps(config, num_batches_per_epoch), total_steps(config, num_batches_per_epoch)
+    final = peak * schedule.final_lr_fraction
+    if step < warmup:
+        if schedule.name == "one_cycle":
+            return _cosine_between(peak / 25, peak, step / warmup)
+        return peak * (step + 1) / warmup
+    if schedule.name in ("cosine", "one_cycle"):
+        return _cosine_between(peak, final, min(1.0, (step - warmup) / max(1, total - warmup)))
+    if schedule.name == "step":
+        return peak * schedule.step_factor ** (step // max(1, round(schedule.step_every_epochs * num_batches_per_epoch)))
+    return peak
+
+
+def _cosine_between(start: float, end: float, progress: float) -> float:
+    return end + (start - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def resolve_precision(config: RunConfig, device: str, *, has_amx: bool) -> str:
+    """What `mixed_precision: auto` means here: fp16 on CUDA, bf16 on a CPU with AMX, else no; always no in float64."""
+    if config.dtype == "float64":
+        return "no"
+    if config.mixed_precision != "auto":
+        return config.mixed_precision
+    if device == "cuda":
+        return "fp16"
+    return "bf16" if device == "cpu" and has_amx else "no"

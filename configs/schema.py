@@ -1,0 +1,324 @@
+"""Every knob: its type, range, unit and default. Strict and frozen: nothing is guessed, unknown keys are errors.
+
+Only what the user may choose stands here; what follows from it is computed in derive.py and stored nowhere.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from configs.known_data import KNOWN_DATA
+
+FP32_SPELLINGS = ("no", "off", "false", "fp32", "none")
+BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet")
+
+# Two spellings of one thing: exactly one of the first, at most one of the second.
+ONE_OF = (("max_epochs", "max_steps"), ("global_batch_size", "per_device_batch_size"))
+AT_MOST_ONE_OF = (("schedule.warmup_steps", "schedule.warmup_epochs"),)
+
+
+def _whole(value: Any) -> Any:
+    """YAML reads `1e3` as a float; a float that is a whole number is accepted where an integer is wanted."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _precision(value: Any) -> Any:
+    spelling = "no" if value is None or value is False else str(value).lower()
+    return "no" if spelling in FP32_SPELLINGS else spelling
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'x'?` with the choice nearest to `word`, or nothing where none is near."""
+    near = difflib.get_close_matches(word.lower(), choices, n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def _known_or_own(name: str, known: Iterable[str], also: str) -> str:
+    """A built-in name, or `module:callable` of the user's own."""
+    module, _, attribute = name.partition(":")
+    if name in known or (module and attribute):
+        return name
+    raise ValueError(f"'{name}' is unknown (expected one of {', '.join(known)}, {also}){did_you_mean(name, known)}")
+
+
+def _data_name(name: str) -> str:
+    return _known_or_own(name, KNOWN_DATA, "or module:callable")
+
+
+def _model_name(name: str) -> str:
+    if name.startswith("torchvision/"):
+        return name
+    return _known_or_own(name, BUILT_IN_MODELS, "torchvision/NAME or module:callable")
+
+
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PerChannel = Annotated[tuple[Finite, ...], Field(min_length=1), BeforeValidator(_tuple)]
+Precision = Annotated[Literal["auto", "no", "fp16", "bf16"], BeforeValidator(_precision)]
+
+
+class Section(BaseModel):
+    """Base of all sections."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", validate_default=True)
+
+
+class AugmentConfig(Section):
+    """Random changes of training images, keyed by (seed, epoch, sample): the same on any number of processes."""
+
+    shift: CountOrZero = Field(
+        default=0, description="move each image by up to this many pixels in x and y, filled with zeros"
+    )
+    flip: bool = Field(default=False, description="mirror left-right with probability 1/2")
+    cutout: CountOrZero = Field(default=0, description="side in pixels of one square set to the mean; 0 = none")
+
+
+class DataConfig(Section):
+    """The data set and where its batches are made."""
+
+    name: Annotated[str, AfterValidator(_data_name)] = Field(
+        default="mnist",
+        description="mnist, fashion_mnist, cifar10, cifar100, or module:callable (train: bool) -> Dataset",
+    )
+    root: str = Field(default="data", description="folder of the data sets, relative to the project")
+    mirror: str | None = Field(
+        default=None, description="URL to download the data set's files from, instead of its own site"
+    )
+    residency: Literal["auto", "device", "stream"] = Field(
+        default="auto", description="device: the whole set as one uint8 tensor on the device; stream: through workers"
+    )
+    num_workers: CountOrZero = Field(default=2, description="loader processes per rank when streaming")
+    num_classes: Count | None = Field(
+        default=None, description="classes of a module:callable data set; known for the built-in ones"
+    )
+    mean: PerChannel | None = Field(
+        default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
+    )
+    std: PerChannel | None = Field(
+        default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
+    )
+    augment: AugmentConfig = AugmentConfig()
+
+    @model_validator(mode="after")
+    def _mean_and_std(self) -> Self:
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("mean and std are given together or not at all")
+        if self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
+            raise ValueError(f"mean has {len(self.mean)} channels and std {len(self.std)}")
+        if self.std is not None and min(self.std) <= 0:
+            raise ValueError(f"std must be positive, got {list(self.std)}")
+        return self
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    name: Annotated[str, AfterValidator(_model_name)] = Field(
+        default="mnist_cnn",
+        description="mlp, mnist_cnn, small_resnet, torchvision/NAME, or module:callable (num_classes: int, **args)",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
+
+
+class LossConfig(Section):
+    """The loss, a mean over the samples of the global batch."""
+
+    name: Literal["cross_entropy", "nll"] = Field(default="cross_entropy", description="nll takes log-probabilities")
+    label_smoothing: Fraction = 0.0
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: NonNegative = Field(default=0.1, description="peak learning rate; never scaled behind your back")
+    momentum: Fraction = Field(default=0.0, description="sgd only")
+    nesterov: bool = Field(default=False, description="sgd only, needs momentum > 0")
+    betas: PerChannel = Field(default=(0.9, 0.999), description="adam and adamw only")
+    eps: Positive = Field(default=1e-8, description="adam and adamw only")
+    weight_decay: NonNegative = 0.0
+    decay_norm_and_bias: bool = Field(default=False, description="apply weight_decay to norms and biases too")
+    max_grad_norm: Positive | None = Field(default=None, description="clip the norm of the whole gradient to this")
+    fused: bool | None = Field(default=None, description="one kernel per update; default: where torch has it")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.nesterov and (self.name != "sgd" or self.momentum == 0):
+            raise ValueError("nesterov needs name: sgd and momentum > 0")
+        if self.name != "sgd" and self.momentum:
+            raise ValueError(f"momentum is for sgd; {self.name} takes betas")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are two numbers in [0, 1), got {list(self.betas)}")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a pure function of the step (derive.lr_at)."""
+
+    name: Literal["constant", "cosine", "step", "one_cycle"] = "constant"
+    warmup_steps: CountOrZero | None = Field(default=None, description="linear warm-up, in steps; or warmup_epochs")
+    warmup_epochs: NonNegative | None = Field(default=None, description="linear warm-up, in epochs; or warmup_steps")
+    final_lr_fraction: Fraction = Field(default=0.0, description="cosine and one_cycle end at this fraction of lr")
+    step_every_epochs: Positive = Field(default=30.0, description="step: decay after this many epochs")
+    step_factor: Fraction = Field(default=0.1, description="step: multiply by this")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("warmup_steps and warmup_epochs are two spellings of one thing; give one")
+        return self
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights, evaluated beside the raw ones."""
+
+    half_life_samples: Positive | None = Field(
+        default=None, description="samples after which old weights count half; default: no EMA"
+    )
+
+
+class EvalConfig(Section):
+    """Evaluation: each sample of the test split exactly once. It always runs at the end too."""
+
+    every_epochs: Count | None = Field(default=1, description="null = only at the end (or every_steps)")
+    every_steps: Count | None = None
+    mode: Literal["sharded", "rank0"] = Field(
+        default="sharded", description="the same result to the last digit either way"
+    )
+    batch_size: Count = Field(default=500, description="samples per forward pass, a fixed cut of the test split")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: complete or absent, verified by hash. One is always written at the end and when stopped."""
+
+    every_steps: Count | None = None
+    every_minutes: Positive | None = None
+    every_epochs: Count | None = 1
+    keep: Annotated[int, Field(ge=2), BeforeValidator(_whole)] = Field(
+        default=2, description="newest ones to keep, besides the best"
+    )
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    every_steps: Count = Field(
+        default=50, description="a point in TensorBoard and metrics.jsonl, the mean since the last point"
+    )
+    console_every_s: NonNegative = Field(
+        default=5.0, description="seconds between console lines; a terminal shows a bar instead"
+    )
+
+
+class ExpectConfig(Section):
+    """What the finished run must reach; otherwise it fails with exit code 1."""
+
+    max_train_loss: Positive | None = Field(default=None, description="the last logged train/loss must be below")
+    min_top1: Fraction | None = Field(default=None, description="the final top-1, a fraction, must be at least")
+
+
+class LaunchConfig(Section):
+    """How the processes are run and ended."""
+
+    grace_s: Positive = Field(default=30.0, description="seconds that a stopped run has to finish its step and save")
+    collective_timeout_s: Positive = Field(
+        default=600.0, description="seconds that a rank waits for the others before it fails"
+    )
+    num_threads: Count | None = Field(
+        default=None, description="CPU threads per rank; default: cores / local ranks, less loader workers"
+    )
+
+
+class RunConfig(Section):
+    """One run."""
+
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(_whole)] = 0
+    max_epochs: Count | None = None
+    max_steps: Count | None = Field(default=None, description="completed updates; draws on into further epochs")
+    global_batch_size: Count | None = Field(
+        default=None, description="samples per update over all ranks and micro-batches"
+    )
+    per_device_batch_size: Count | None = Field(
+        default=None, description="instead of global_batch_size: samples per update and rank"
+    )
+    max_per_device_batch_size: Count | None = Field(
+        default=None, description="a larger share is accumulated in micro-batches"
+    )
+    drop_last: bool = Field(default=False, description="drop an epoch's last, smaller batch")
+    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    mixed_precision: Precision = Field(
+        default="auto", description="auto: fp16 on CUDA, bf16 on a CPU with AMX, else no"
+    )
+    dtype: Literal["float32", "float64"] = Field(default="float32", description="of the weights; float64 is for proofs")
+    channels_last: bool = False
+    compile: bool = Field(default=False, description="torch.compile the network")
+    sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
+    init_from: str | None = Field(
+        default=None, description="model.safetensors or a run folder to take weights from; nothing else"
+    )
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    ema: EmaConfig = EmaConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    expect: ExpectConfig = ExpectConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _exactly_one_of(self) -> Self:
+        for first, second in ONE_OF:
+            given = [name for name in (first, second) if getattr(self, name) is not None]
+            if len(given) == 2:
+                raise ValueError(f"{first} and {second} are two spellings of one thing; give one")
+            if not given:
+                raise ValueError(f"give {first} or {second}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_precision(self) -> Self:
+        if self.dtype == "float64" and self.mixed_precision not in ("auto", "no"):
+            raise ValueError(f"dtype: float64 goes with mixed_precision: no, not {self.mixed_precision}")
+        return self
+
+
+def _knobs(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from _knobs(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name, section
+
+
+KNOBS = dict(_knobs(RunConfig, ""))
+"""Every knob's dotted name, such as `optim.lr`, and the class of the section that it stands in."""
+
+SECTIONS = {".".join(parts[:i]) for parts in (key.split(".") for key in KNOBS) for i in range(1, len(parts))}
+"""The sections' dotted names, such as `data.augment`."""
+
+# What may differ on resume without changing a sample, a weight or a metric; everything else needs --allow-changes.
+FREE_ON_RESUME = (
+    "device",
+    "data.root",
+    "data.mirror",
+    "data.residency",
+    "data.num_workers",
+    "eval.mode",
+    "checkpoint",
+    "log",
+    "launch",
+    "expect",
+)

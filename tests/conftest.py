@@ -1,0 +1,23 @@
+"""What every test leaves as it found it: the environment, its children and its threads."""
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    before = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    threads = set(threading.enumerate())
+    yield
+    after = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    assert after == before, "the test changed the environment"
+    left = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
+    assert not left, f"threads left: {left}"
+    assert not multiprocessing.active_children(), "processes left"
