@@ -1,0 +1,229 @@
+"""Small data sets and networks for the tests, named in configurations as `tests.dist.toys:NAME`."""
+
+import os
+import signal
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Images:
+    """`size` random 1x8x8 uint8 images of four classes; the class shows as a bright quarter, so it can be learned."""
+
+    classes = ("a", "b", "c", "d")
+
+    def __init__(self, size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.labels = torch.randint(0, 4, (size,), generator=generator)
+        self.images = torch.randint(0, 128, (size, 1, 8, 8), generator=generator, dtype=torch.uint8)
+        for image, label in zip(self.images, self.labels.tolist(), strict=True):
+            image[0, 4 * (label // 2) : 4 * (label // 2) + 4, 4 * (label % 2) : 4 * (label % 2) + 4] += 100
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+
+class RecordedImages(Images):
+    """Appends the index of each sample that is read to the file $READS.RANK, if the environment names one."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if "READS" in os.environ:
+            with open(f"{os.environ['READS']}.{os.environ.get('RANK', '0')}", "a", encoding="ascii") as file:
+                file.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
+def images(train: bool) -> Images:
+    """64 and 23 images, or as many as TRAIN_SIZE and EVAL_SIZE say."""
+    if train:
+        return RecordedImages(int(os.environ.get("TRAIN_SIZE", "64")), 1)
+    return Images(int(os.environ.get("EVAL_SIZE", "23")), 2)
+
+
+class _RenamedImages(Images):
+    classes = ("a", "b", "c", "zebra")
+
+
+def renamed_classes(train: bool) -> Images:
+    return _RenamedImages(64, 1) if train else _RenamedImages(23, 2)
+
+
+class _OneClass(Images):
+    classes = ("only",)
+
+    def __init__(self, size: int, seed: int) -> None:
+        super().__init__(size, seed)
+        self.labels.zero_()
+
+
+def one_class(train: bool) -> Images:
+    return _OneClass(9, 1) if train else _OneClass(4, 2)
+
+
+class _Hooked(nn.Module):
+    """A linear net that does something at one training forward pass (counted from 0 in this process) of one rank."""
+
+    def __init__(self, num_classes: int, rank: int = 0, step: int = 0, image_pixels: int = 64) -> None:
+        super().__init__()
+        self.head = nn.Linear(image_pixels, num_classes)
+        self.is_mine = int(os.environ.get("RANK", "0")) == rank
+        self.step = step
+        self.calls = 0
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        if self.training:
+            if self.is_mine and self.calls == self.step:
+                logits = self.act(logits)
+            self.calls += 1
+        return logits
+
+    def act(self, logits: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Raises(_Hooked):
+    def act(self, logits: Tensor) -> Tensor:
+        raise ValueError("boom-731")
+
+
+class Killed(_Hooked):
+    def act(self, logits: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return logits
+
+
+class Exits(_Hooked):
+    def act(self, logits: Tensor) -> Tensor:
+        os._exit(7)
+
+
+class NotFinite(_Hooked):
+    def act(self, logits: Tensor) -> Tensor:
+        return logits * float("nan")
+
+
+def _when(event: str) -> int:
+    """The training forward pass (counted from 0 in this process) at which this rank shall DIE or STOP; -1: at none."""
+    is_mine = os.environ.get("RANK", "0") == os.environ.get(f"{event}_RANK", "0")
+    return int(os.environ.get(f"{event}_AT", "-1")) if is_mine else -1
+
+
+class _Mortal(nn.Module):
+    """Is killed at training forward pass DIE_AT of rank DIE_RANK and asked to stop at STOP_AT of rank STOP_RANK, if the
+    environment says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.die_at, self.stop_at = 0, _when("DIE"), _when("STOP")
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            if self.calls == self.die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.calls == self.stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            self.calls += 1
+        return self.logits(images)
+
+    def logits(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Mortal(_Mortal):
+    """A linear net."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class WithDropout(_Mortal):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, num_classes))
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.net(images)
+        return logits
+
+
+class WithBatchNorm(_Mortal):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Linear(4 * 64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(images).flatten(1))
+        return logits
+
+
+class _Fixed(nn.Module):
+    """Answers without looking, but has a parameter to train."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.nothing = nn.Parameter(torch.zeros(1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.answer(images) + 0 * self.nothing
+
+    def answer(self, images: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class AlwaysZero(_Fixed):
+    """Says class 0 with logit 1."""
+
+    def answer(self, images: Tensor) -> Tensor:
+        return torch.eye(self.num_classes)[0].expand(len(images), -1)
+
+
+class LossOfRank(_Fixed):
+    """Log-probabilities that make the loss of every sample 1 on rank 0, 3 on rank 1, 5 on rank 2."""
+
+    def answer(self, images: Tensor) -> Tensor:
+        return torch.full((len(images), self.num_classes), -1.0 - 2 * int(os.environ.get("RANK", "0")))
+
+
+class NotesDtype(nn.Module):
+    """Appends the type that its layer computes in to the file $DTYPES."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.head.register_forward_hook(self._note)
+
+    def _note(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        with open(os.environ["DTYPES"], "a", encoding="ascii") as file:
+            file.write(f"{output.dtype}\n")
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class Overflows(_Mortal):
+    """The gradient of training forward passes `first` to `first + count - 1` is infinite on one rank, the loss is not."""
+
+    def __init__(self, num_classes: int, rank: int, first: int, count: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        is_mine = int(os.environ.get("RANK", "0")) == rank
+        self.bad_calls = range(first, first + count) if is_mine else range(0)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        if self.training and self.calls - 1 in self.bad_calls:
+            logits.register_hook(lambda gradient: gradient * float("inf"))
+        return logits

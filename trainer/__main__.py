@@ -1,0 +1,111 @@
+"""Entry of one rank: `python -m trainer ATTEMPT_DIR`. First its own log, then the signals, then torch; errors become an
+outcome file."""
+
+import os
+import sys
+import sysconfig
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+from configs.contract import Outcome, WorkerPlan, write_atomically
+from configs.errors import EXIT_TRAINING, LockstepError
+from configs.run_dir import AttemptDir, RunDir
+from trainer.parent import die_with_parent
+from trainer.stop import StopFlag
+
+# What gloo, NCCL and the store say on a rank whose peer went away.
+_PEER_SIGNS = (
+    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "connectFullMesh",
+    "Timed out waiting", "Timeout waiting", "NCCL", "Watchdog caught collective", "wait timeout after",
+    "remote process exited", "Application timeout caused pair closure", "Read error", "Write error", "Socket closed",
+)  # fmt: skip
+
+
+def main(attempt: AttemptDir) -> int:
+    """Run one rank; returns its exit code. Whatever happens is told in the outcome file."""
+    rank = int(os.environ.get("RANK", "0"))
+    die_with_parent()
+    _redirect(attempt.rank_log(rank))
+    stop = StopFlag()
+    stop.install()
+    write_atomically(attempt.pid(rank), str(os.getpid()))
+    # After the pid file: a launcher that wrote its request before has not seen the pid, one that writes it later has.
+    stop.look_for(attempt.stop_request)
+    warnings.formatwarning = _plain_warning
+    run = None
+    try:
+        from trainer.run import Run
+
+        plan = WorkerPlan.load(attempt.plan)
+        run = Run(plan, RunDir(attempt.path.parent.parent), attempt, stop)
+        ending = run.train() if plan.mode == "train" else run.evaluate()
+        outcome = Outcome(
+            rank,
+            "done" if ending.is_finished else "stopped",
+            time.time(),
+            step=ending.step,
+            epoch=ending.epoch,
+            checkpoint=ending.checkpoint,
+            signal=stop.signal,
+        )
+    except BaseException as error:
+        outcome = _failure(rank, error, run)
+        if isinstance(error, LockstepError) or outcome.kind == "peer":
+            print(f"{outcome.kind}: {outcome.message}", flush=True)  # the launcher tells it; a stack would bury it
+        else:
+            traceback.print_exc()
+    outcome.save(attempt.outcome(rank))
+    return outcome.exit_code
+
+
+def _failure(rank: int, error: BaseException, run: object) -> Outcome:
+    text = str(error) or type(error).__name__
+    if isinstance(error, LockstepError):
+        kind = error.kind
+    else:
+        kind = (
+            "peer"
+            if isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_SIGNS)
+            else type(error).__name__
+        )
+    state = getattr(getattr(run, "job", None), "state", None)
+    return Outcome(
+        rank, "failed", time.time(),
+        exit_code=error.exit_code if isinstance(error, LockstepError) else EXIT_TRAINING,
+        step=getattr(state, "step", None), epoch=getattr(state, "epoch", None),
+        kind=kind, message=text, where=_where(error),
+    )  # fmt: skip
+
+
+def _where(error: BaseException) -> str | None:
+    """file:line of the innermost frame that is not in an installed package; of the innermost one if all are."""
+    frames = traceback.extract_tb(error.__traceback__)
+    installed = ("site-packages", sysconfig.get_path("stdlib"))
+    ours = [f for f in frames if not f.filename.startswith("<") and not any(place in f.filename for place in installed)]
+    chosen = (ours or list(frames))[-1:]
+    return f"{os.path.relpath(chosen[0].filename)}:{chosen[0].lineno}" if chosen else None
+
+
+def _redirect(log: Path) -> None:
+    """Everything that this process prints, C++ included, goes to its own log."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text stream unless someone replaced it
+
+
+def _plain_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    return f"warning: {message}\n"
+
+
+if __name__ == "__main__":
+    code = main(AttemptDir(Path(sys.argv[1])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown with torch loaded takes up to a second; everything is written and the group is left.
+    os._exit(code)

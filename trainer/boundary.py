@@ -1,0 +1,90 @@
+"""What is due after an update: log, end of epoch, evaluation, checkpoint; each goes by step or by epoch."""
+
+import time
+
+from trainer.job import Job
+from trainer.optim import averaged_tensors
+
+
+def at_boundary(job: Job) -> None:
+    """Do what is due after the last update. Called by all ranks."""
+    state, config = job.state, job.config
+    state.boundary_pending = False
+    was_applied = state.skipped_in_a_row == 0
+    ends_epoch = state.batch_in_epoch == job.order.batches_per_epoch
+    ends = job.is_at_end()
+
+    def due(every_steps: int | None) -> bool:
+        return every_steps is not None and was_applied and state.step % every_steps == 0
+
+    if due(config.log.every_steps) or ends:
+        log_point(job)
+    if ends_epoch:
+        end_epoch(job)
+    by_epoch = ends_epoch and config.eval.every_epochs is not None and state.epoch % config.eval.every_epochs == 0
+    is_best = evaluate_now(job) if ends or by_epoch or due(config.eval.every_steps) else False
+    by_epoch = (
+        ends_epoch and config.checkpoint.every_epochs is not None and state.epoch % config.checkpoint.every_epochs == 0
+    )
+    if ends or by_epoch or is_best or job.agreed.save or due(config.checkpoint.every_steps):
+        job.save(job, is_best)
+        job.clock.last_save = time.monotonic()
+
+
+def end_epoch(job: Job) -> None:
+    """Show the epoch's mean training loss and go to the next one."""
+    state = job.state
+    reduce_window(job)
+    samples = min(state.batch_in_epoch * job.order.global_batch_size, job.order.num_samples)
+    mean = state.epoch_loss_sum / samples
+    job.console.line(f"epoch {state.epoch + 1}  step {state.step}/{job.total_steps}  mean training loss {mean:.4f}")
+    state.epoch_loss_sum = 0.0
+    state.epoch, state.batch_in_epoch = state.epoch + 1, 0
+
+
+def reduce_window(job: Job) -> None:
+    """Add the ranks' training losses since the last time to the state. One collective."""
+    state = job.state
+    total = float(job.context.all_reduce_sum(job.window.clone()))
+    job.window.zero_()
+    state.loss_sum += total
+    state.epoch_loss_sum += total
+
+
+def log_point(job: Job) -> None:
+    """Write the means since the last log point; the only place of the loop that waits for the device."""
+    state, clock = job.state, job.clock
+    reduce_window(job)
+    if state.loss_count:
+        state.last_train_loss = state.loss_sum / state.loss_count
+    state.loss_sum, state.loss_count = 0.0, 0
+    metrics = {"optim/lr": job.lr()}
+    if state.last_train_loss is not None:
+        metrics["train/loss"] = state.last_train_loss
+    if job.grad_norm is not None:
+        metrics["optim/grad_norm"] = float(job.grad_norm)
+    if clock.busy_s:
+        metrics["perf/images_per_sec"] = clock.samples / clock.busy_s
+        metrics["perf/data_wait_fraction"] = clock.data_wait_s / clock.busy_s
+    if job.context.scaler is not None:
+        metrics |= {"fp16/scale": job.fp16_scale(), "fp16/skipped": float(state.skipped)}
+    job.tracker.log(state.step, metrics)
+    clock.busy_s, clock.data_wait_s, clock.samples = 0.0, 0.0, 0
+
+
+def evaluate_now(job: Job) -> bool:
+    """Evaluate the weights and, where there is one, their EMA. Returns whether this is the best so far."""
+    state = job.state
+    job.evaluations = {"": job.evaluator.evaluate(job.context, averaged_tensors(job.model))}
+    if job.ema is not None:
+        job.evaluations["ema_"] = job.evaluator.evaluate(job.context, job.ema.tensors)
+    metrics: dict[str, float] = {}
+    for prefix, result in job.evaluations.items():
+        metrics |= result.metrics(prefix)
+        job.console.line(f"step {state.step}  {result.describe('EMA' if prefix else '')}")
+    job.tracker.log(state.step, metrics)
+    judged = list(job.evaluations.values())[-1].top1
+    if judged <= state.best_top1:
+        return False
+    state.best_top1, state.best_step = judged, state.step
+    return True

@@ -1,0 +1,236 @@
+"""Checkpoints: complete or absent, every byte hashed, tensors and JSON only, so that loading one can run no code.
+
+`checkpoints/step_00000123/` holds model, optimizer, ema (one file each, written by rank 0), rank_R (what belongs to
+rank R alone: running statistics and its share of the logged loss), state.json and, last of all, manifest.json with
+sizes and SHA-256. The folder is written under another name and renamed when everything is on the disk.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from configs.contract import write_atomically
+from configs.errors import CheckpointError, EnvironmentProblem
+from trainer.runtime import RunContext
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_STEP = re.compile(r"step_(\d{8,})")
+_BEST = "best.json"
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank puts into a checkpoint. `shared` is the same on all ranks and written by rank 0: file stem to
+    tensors."""
+
+    step: int
+    shared: dict[str, Tensors]
+    own: Tensors
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A valid checkpoint: tensors on the CPU; `ranks` is indexed by the rank that saved."""
+
+    name: str
+    shared: dict[str, Tensors]
+    ranks: list[Tensors]
+    state: dict[str, Any]
+
+
+def step_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Published checkpoints, oldest first; a name that only resembles one is none."""
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def save(context: RunContext, folder: Path, snapshot: Snapshot, keep: int, *, is_best: bool) -> Path:
+    """Write, publish, then delete what is older than the `keep` newest. Called by all ranks; raises on all if it fails
+    on one."""
+    final = folder / step_name(snapshot.step)
+    aside = folder / f".tmp_{final.name}"
+    if context.is_rank_zero:
+        _clear_leftovers(folder)
+        aside.mkdir(parents=True)
+    context.gather_objects(None)  # nobody writes before the folder is there
+    with _no_half_folder(context, aside):
+        context.together(lambda: _write_tensors(aside / f"rank_{context.rank}.safetensors", snapshot.own))
+        context.together(lambda: _publish(aside, final, snapshot) if context.is_rank_zero else None)
+    if context.is_rank_zero:
+        if is_best:
+            write_atomically(folder / _BEST, json.dumps({"name": final.name}))
+        _delete_old(folder, keep)
+    return final
+
+
+@contextlib.contextmanager
+def _no_half_folder(context: RunContext, aside: Path) -> Any:
+    try:
+        yield
+    except BaseException:
+        if context.is_rank_zero:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _clear_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(".tmp_step_*"):
+        shutil.rmtree(leftover)
+
+
+def _publish(aside: Path, final: Path, snapshot: Snapshot) -> None:
+    for stem, tensors in snapshot.shared.items():
+        _write_tensors(aside / f"{stem}.safetensors", tensors)
+    state = json.dumps(snapshot.state | {"format": FORMAT}, indent=1)
+    _on_disk(aside / "state.json", lambda: (aside / "state.json").write_text(state, encoding="utf-8"))
+    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
+    _on_disk(aside / MANIFEST, lambda: (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8"))
+    _sync(aside)
+    if final.exists():  # the same step again, after a resume from an older checkpoint
+        shutil.rmtree(final)
+    aside.rename(final)
+    _sync(final.parent)
+
+
+def _write_tensors(path: Path, tensors: Tensors) -> None:
+    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    _on_disk(path, lambda: save_file(plain, path))
+
+
+def _on_disk(path: Path, write: Callable[[], object]) -> None:
+    """Write and fsync; a full disk, a quota or a read-only folder becomes one sentence with the path."""
+    try:
+        write()
+        _sync(path)
+    except Exception as error:  # safetensors wraps an OSError in its own class
+        if not isinstance(error, OSError) and "I/O error" not in str(error) and "Io" not in str(error):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+        too_large = isinstance(error, OSError) and error.errno == errno.EFBIG
+        fix = "raise `ulimit -f`" if too_large or "File too large" in reason else "free some space"
+        raise EnvironmentProblem(
+            f"cannot write {path}: {reason} ({free:,} bytes free); the last checkpoint stands; {fix}"
+        ) from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _delete_old(folder: Path, keep: int) -> None:
+    best = best_name(folder)
+    for path in step_folders(folder)[:-keep]:
+        if path.name != best:
+            shutil.rmtree(path)
+
+
+def best_name(folder: Path) -> str | None:
+    """Name of the checkpoint that evaluated best, if there is one."""
+    try:
+        name = json.loads((folder / _BEST).read_text(encoding="utf-8"))["name"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return name if isinstance(name, str) and _STEP.fullmatch(name) else None
+
+
+def fault_of(path: Path) -> str | None:
+    """Why the checkpoint `path` cannot be used; None if every byte is as it was written."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if "state.json" not in manifest:
+            return f"{MANIFEST} does not list state.json"
+        for name, facts in manifest.items():
+            size = (path / name).stat().st_size
+            if size != facts["bytes"]:
+                return f"{name} has {size:,} of {facts['bytes']:,} bytes"
+            if _sha256(path / name) != facts["sha256"]:
+                return f"{name} is not what was written (its SHA-256 differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return f"{MANIFEST} is not readable: {error}"
+    return None
+
+
+def newest_valid(folder: Path, skipped: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint without a fault; each newer one that has one is told to `skipped`."""
+    for path in reversed(step_folders(folder)):
+        fault = fault_of(path)
+        if fault is None:
+            return path
+        skipped(f"skipped {path}: {fault}")
+    return None
+
+
+def load(path: Path) -> Loaded:
+    """Read a checkpoint that fault_of() found good. Raises CheckpointError if it is of a format this version does not
+    know."""
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{path} has format {state.get('format')} and this version reads format {FORMAT}")
+    stems = {file.stem for file in path.glob("*.safetensors")}
+    ranks = [load_file(path / f"rank_{rank}.safetensors") for rank in range(state["world_size"])]
+    shared = {stem: load_file(path / f"{stem}.safetensors") for stem in stems if not stem.startswith("rank_")}
+    return Loaded(path.name, shared, ranks, state)
+
+
+def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ...]) -> Tensors:
+    """What belonged to each rank, for `rank` of `world_size`: as it was on the same world size, else the floating
+    tensors'
+    average and the integers of rank 0. Tensors named in `summed` are sums over ranks: rank 0 gets all of them."""
+    if len(loaded.ranks) == world_size:
+        return loaded.ranks[rank]
+    merged = {}
+    for name, first in loaded.ranks[0].items():
+        stacked = torch.stack([own[name] for own in loaded.ranks])
+        if name in summed:
+            merged[name] = stacked.sum(0) if rank == 0 else torch.zeros_like(first)
+        else:
+            merged[name] = stacked.mean(0) if first.is_floating_point() else first
+    return merged
+
+
+def check_fits(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Raise CheckpointError naming at most five tensors if the checkpoint `path` is of another architecture."""
+    lines = [f"{name}: the model has no such tensor" for name in sorted(found.keys() - wanted.keys())]
+    lines += [f"{name}: the checkpoint has no such tensor" for name in sorted(wanted.keys() - found.keys())]
+    lines += [
+        f"{name}: {list(found[name])} in the checkpoint, {list(wanted[name])} in the model"
+        for name in sorted(wanted.keys() & found.keys())
+        if wanted[name] != found[name]
+    ]
+    if lines:
+        more = f" (and {len(lines) - 5} more)" if len(lines) > 5 else ""
+        raise CheckpointError(
+            f"{path} is of another architecture: {'; '.join(lines[:5])}{more}; use the model it was saved with"
+        )

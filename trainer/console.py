@@ -1,0 +1,44 @@
+"""What rank 0 shows: lines on its log, which the launcher copies to the screen, and a bar where there is a terminal."""
+
+import time
+from typing import IO, Any
+
+
+class Console:
+    """`line` for facts; `progress` for where the run is: a bar on `terminal`, else one line every `every_s` seconds."""
+
+    def __init__(self, *, active: bool, terminal: str | None, every_s: float) -> None:
+        self.active = active
+        self.every_s = every_s
+        self._terminal: IO[str] | None = open(terminal, "w", encoding="utf-8") if active and terminal else None  # noqa: SIM115
+        self._bar: Any = None
+        self._last_line = time.monotonic()
+
+    def line(self, text: str) -> None:
+        if self.active:
+            print(text, flush=True)
+            self._last_line = time.monotonic()
+
+    def start(self, total: int, step: int) -> None:
+        if self._terminal is not None:
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total, initial=step, file=self._terminal, unit="step", dynamic_ncols=True, leave=False
+            )
+
+    def progress(self, step: int, total: int, epoch: int, train_loss: float | None) -> None:
+        """Called after each step; cheap unless something is shown."""
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.set_postfix_str("" if train_loss is None else f"train/loss {train_loss:.4f}", refresh=False)
+            self._bar.update(0)
+        elif self.active and time.monotonic() - self._last_line >= self.every_s:
+            loss = "" if train_loss is None else f"  train/loss {train_loss:.4f}"
+            self.line(f"step {step}/{total}  epoch {epoch}{loss}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._terminal is not None:
+            self._terminal.close()

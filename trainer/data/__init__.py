@@ -1,0 +1,1 @@
+"""Which samples, in which order, and how they become batches on the device."""

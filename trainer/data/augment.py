@@ -1,0 +1,82 @@
+"""Images of a whole batch, changed and normalised on the device. What is random is keyed by (seed, epoch, sample)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs.schema import AugmentConfig
+from trainer.data.order import key_of, random_integers
+
+# One stream of random numbers for each kind of change, so that switching one on leaves the others as they were.
+_SHIFT_Y, _SHIFT_X, _FLIP, _CUTOUT_Y, _CUTOUT_X = range(5)
+
+
+def shift(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:
+    """Move image i of (B, C, H, W) by (dy[i] - reach, dx[i] - reach) pixels, 0 <= dy, dx <= 2 * reach; zeros come
+    in."""
+    height, width = images.shape[2:]
+    windows = F.pad(images, (reach,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    return windows[torch.arange(len(images), device=images.device), :, dy, dx]
+
+
+def cutout_mask(images: Tensor, y: Tensor, x: Tensor, side: int) -> Tensor:
+    """Bool (B, 1, H, W), False inside the square of `side` pixels whose centre is (y[i], x[i]); it may stick out."""
+    rows = torch.arange(images.shape[2], device=images.device)
+    columns = torch.arange(images.shape[3], device=images.device)
+    in_rows = (rows - (y[:, None] - side // 2)).unsqueeze(2)
+    in_columns = (columns - (x[:, None] - side // 2)).unsqueeze(1)
+    inside = (in_rows >= 0) & (in_rows < side) & (in_columns >= 0) & (in_columns < side)
+    return ~inside.unsqueeze(1)
+
+
+class Preprocess:
+    """uint8 (or already floating) images of shape (B, C, H, W) to normalised floating ones.
+
+    uint8 pixels become (x / 255 - mean) / std in the order of torchvision's ToTensor and Normalize, so the values are
+    the same bit for bit; floating images are taken as they are.
+    """
+
+    def __init__(
+        self,
+        augment: AugmentConfig,
+        seed: int,
+        mean: tuple[float, ...] | None,
+        std: tuple[float, ...] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.augment = augment
+        self.seed = seed
+        self.dtype = dtype
+        self.mean = None if mean is None else torch.tensor(mean, dtype=dtype, device=device).view(1, -1, 1, 1)
+        self.std = None if std is None else torch.tensor(std, dtype=dtype, device=device).view(1, -1, 1, 1)
+
+    def for_training(self, images: Tensor, epoch: int, ids: Tensor) -> Tensor:
+        """Augment and normalise; `ids` (B,) int64 are the samples' indices in the training split."""
+        augment = self.augment
+        if augment.shift:
+            dy, dx = (self._draw(kind, epoch, ids, 2 * augment.shift + 1) for kind in (_SHIFT_Y, _SHIFT_X))
+            images = shift(images, dy, dx, augment.shift)
+        if augment.flip:
+            mirrored = self._draw(_FLIP, epoch, ids, 2).bool()
+            images = torch.where(mirrored.view(-1, 1, 1, 1), images.flip(3), images)
+        images = self.normalise(images)
+        if augment.cutout:
+            y, x = (
+                self._draw(kind, epoch, ids, side)
+                for kind, side in ((_CUTOUT_Y, images.shape[2]), (_CUTOUT_X, images.shape[3]))
+            )
+            images = images * cutout_mask(images, y, x, augment.cutout)
+        return images
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """What evaluation sees."""
+        if images.is_floating_point():
+            return images.to(self.dtype)
+        images = images.to(self.dtype).div_(255)
+        if self.mean is not None and self.std is not None:
+            images.sub_(self.mean).div_(self.std)
+        return images
+
+    def _draw(self, kind: int, epoch: int, ids: Tensor, bound: int) -> Tensor:
+        return random_integers(key_of(self.seed, epoch, kind), ids, bound)

@@ -1,0 +1,149 @@
+"""Names to data sets: the built-in ones as uint8 tensors, a user's `module:callable` as it is."""
+
+import importlib
+import sys
+from collections.abc import Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from configs.errors import ConfigError, EnvironmentProblem
+from configs.known_data import KNOWN_DATA, KnownData
+from configs.schema import DataConfig
+
+
+class MapStyle(Protocol):
+    """A map-style data set: item i is (image, label)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]: ...
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """A split that is already one array: `images` uint8 (N, C, H, W), `labels` int64 (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.images.nbytes + self.labels.nbytes
+
+
+@dataclass(frozen=True)
+class Data:
+    """Both splits and what the rest needs to know of them."""
+
+    train: MapStyle
+    evaluation: MapStyle
+    num_classes: int
+    classes: tuple[str, ...] | None
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+
+def load_data(config: DataConfig) -> Data:
+    """Read both splits. Nothing is downloaded here: prepare.py did, before any rank started."""
+    known = KNOWN_DATA.get(config.name)
+    if known is not None:
+        train, classes = _load_known(known, config, train=True)
+        evaluation, _ = _load_known(known, config, train=False)
+        return Data(train, evaluation, known.num_classes, classes, config.mean or known.mean, config.std or known.std)
+    build = load_callable(config.name, "data.name")
+    train, evaluation = build(True), build(False)
+    for split, data in (("train", train), ("eval", evaluation)):
+        if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+            raise ConfigError(
+                f"data.name: {config.name} gave a {type(data).__name__} for {split}; wanted is a map-style data set"
+            )
+        if len(data) == 0:
+            raise ConfigError(f"data.name: {config.name} gave an empty {split} split: 0 samples")
+    classes = _class_names(train)
+    num_classes = config.num_classes or (len(classes) if classes else None)
+    if num_classes is None:
+        raise ConfigError(f"data.num_classes is not set and {config.name} has no `classes`; set data.num_classes")
+    if classes and len(classes) != num_classes:
+        raise ConfigError(f"data.num_classes is {num_classes} but {config.name} has {len(classes)} classes")
+    return Data(train, evaluation, num_classes, classes, config.mean, config.std)
+
+
+def _class_names(split: Any) -> tuple[str, ...] | None:
+    names = getattr(split, "classes", None)
+    return None if names is None else tuple(str(name) for name in names)
+
+
+def _load_known(known: KnownData, config: DataConfig, *, train: bool) -> tuple[TensorSplit, tuple[str, ...] | None]:
+    # torchvision takes 2 s to import; a run on a user's own tensors does not pay for it.
+    from torchvision import datasets
+
+    try:
+        data = getattr(datasets, known.torchvision_name)(config.root, train=train, download=False)
+    except RuntimeError as error:
+        raise EnvironmentProblem(f"{config.name} is not in {Path(config.root).resolve()}: {error}") from error
+    images = torch.as_tensor(data.data)
+    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+    return TensorSplit(images, torch.as_tensor(data.targets, dtype=torch.int64)), _class_names(data)
+
+
+def load_callable(name: str, key: str) -> Any:
+    """`module:callable` to the object. Raises ConfigError naming `key` if it cannot be found."""
+    module_name, separator, attribute = name.partition(":")
+    if not separator:
+        known = ", ".join(KNOWN_DATA) if key == "data.name" else "see the documentation"
+        raise ConfigError(f"{key}: {name!r} is neither a known name ({known}) nor module:callable")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise ConfigError(f"{key}: there is no module {module_name!r} on {sys.path[:2]}") from error
+    except AttributeError as error:
+        raise ConfigError(f"{key}: module {module_name!r} has no {attribute!r}") from error
+    if not callable(found):
+        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not callable")
+    return found
+
+
+def as_image_tensor(image: Any) -> Tensor:
+    """A data set's image as a (C, H, W) tensor: uint8 from PIL and from uint8 arrays (H, W) or (H, W, C), others
+    unchanged."""
+    if isinstance(image, Tensor):
+        return image if image.ndim == 3 else image.unsqueeze(0)
+    if hasattr(image, "getbands"):
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
+        tensor: Tensor = pil_to_tensor(image)
+        return tensor
+    array = torch.as_tensor(image)
+    return array.unsqueeze(0) if array.ndim == 2 else array.permute(2, 0, 1).contiguous()
+
+
+def materialise(split: MapStyle) -> TensorSplit:
+    """Read every sample once into one array. Raises ConfigError if the images are not uint8 of one shape."""
+    if isinstance(split, TensorSplit):
+        return split
+    images, labels = [], []
+    for index in range(len(split)):
+        image, label = split[index]
+        images.append(as_image_tensor(image))
+        labels.append(int(label))
+    odd = next(
+        (i for i, image in enumerate(images) if image.shape != images[0].shape or image.dtype != torch.uint8), None
+    )
+    if odd is not None:
+        raise ConfigError(
+            f"data.residency: device needs uint8 images of one shape; sample {odd} is {images[odd].dtype} "
+            f"{tuple(images[odd].shape)} and sample 0 {tuple(images[0].shape)}; use data.residency: stream"
+        )
+    return TensorSplit(torch.stack(images), torch.tensor(labels, dtype=torch.int64))

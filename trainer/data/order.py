@@ -1,0 +1,116 @@
+"""The order of samples and all randomness, as pure functions of (seed, epoch, index): the same on every device and
+world size.
+
+The hash is SplitMix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014,
+https://doi.org/10.1145/2660193.2660195): output i of the generator seeded with `key` is a counter-based function of
+(key, i), so nothing is carried and any element can be computed alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from configs.derive import slice_bounds, steps_per_epoch
+
+_MASK = (1 << 64) - 1
+_GAMMA = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def _signed(value: int) -> int:
+    """The 64-bit pattern `value` as torch's int64 reads it."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * _MULTIPLIERS[0]) & _MASK
+    value = ((value ^ (value >> 27)) * _MULTIPLIERS[1]) & _MASK
+    return value ^ (value >> 31)
+
+
+def key_of(*parts: int) -> int:
+    """Fold integers such as (seed, epoch) into one unsigned 64-bit key."""
+    key = 0
+    for part in parts:
+        key = _mix((key + _GAMMA + part) & _MASK)
+    return key
+
+
+def _shift_right(values: Tensor, bits: int) -> Tensor:
+    """Logical shift; int64's own `>>` keeps the sign."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def hash_of(key: int, indices: Tensor) -> Tensor:
+    """SplitMix64 outputs number `indices` (int64, any shape) of the generator seeded with `key`, as int64 bit
+    patterns."""
+    values = (indices + 1) * _signed(_GAMMA) + _signed(key)
+    values = (values ^ _shift_right(values, 30)) * _signed(_MULTIPLIERS[0])
+    values = (values ^ _shift_right(values, 27)) * _signed(_MULTIPLIERS[1])
+    return values ^ _shift_right(values, 31)
+
+
+def random_integers(key: int, indices: Tensor, bound: int) -> Tensor:
+    """Integers in [0, bound), int64, one for each index; the bias of the modulo is below bound / 2**31."""
+    return _shift_right(hash_of(key, indices), 33) % bound
+
+
+def epoch_permutation(num_samples: int, seed: int, epoch: int, device: torch.device | str = "cpu") -> Tensor:
+    """The order of epoch `epoch`: int64 of shape (num_samples,), a stable sort of the samples' hashes."""
+    return torch.argsort(hash_of(key_of(seed, epoch), torch.arange(num_samples, device=device)), stable=True)
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's part of one global batch."""
+
+    epoch: int
+    index: int
+    """Position of the batch in its epoch."""
+    size: int
+    """Samples of the global batch, over all ranks."""
+    pieces: list[Tensor]
+    """Sample indices of each micro-batch, int64. One dummy sample where this rank has none: see `is_dummy`."""
+    is_dummy: bool
+    """The rank has no sample in this batch: it takes part in the collectives with weight zero."""
+
+
+def cut_for_rank(ids: Tensor, rank: int, world_size: int, max_micro_batch: int) -> tuple[list[Tensor], bool]:
+    """Cut a global batch's indices into this rank's micro-batches. Returns (micro-batches, is_dummy)."""
+    start, stop = slice_bounds(len(ids), rank, world_size)
+    if start == stop:
+        return [ids[:1]], True
+    pieces = -(-(stop - start) // max_micro_batch)
+    bounds = [slice_bounds(stop - start, piece, pieces) for piece in range(pieces)]
+    return [ids[start + low : start + high] for low, high in bounds], False
+
+
+@dataclass(frozen=True)
+class Order:
+    """The whole run's order for one rank."""
+
+    num_samples: int
+    seed: int
+    global_batch_size: int
+    drop_last: bool
+    rank: int
+    world_size: int
+    max_micro_batch: int
+    device: torch.device
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        return steps_per_epoch(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
+
+    def batches(self, epoch: int, first: int) -> Iterator[RankBatch]:
+        """Batches from position (epoch, first) on, without end. A position in the middle costs nothing to reach."""
+        while True:
+            permutation = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
+            for index in range(first, self.batches_per_epoch):
+                ids = permutation[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+                pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch)
+                yield RankBatch(epoch, index, len(ids), pieces, is_dummy)
+            epoch, first = epoch + 1, 0

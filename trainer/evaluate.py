@@ -1,0 +1,112 @@
+"""Exact evaluation: each sample of the split once, whatever the number of processes, and the count is checked."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from configs.schema import EvalConfig
+from trainer.data.augment import Preprocess
+from trainer.data.source import Source
+from trainer.optim import averaged_tensors
+from trainer.runtime import RunContext
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """Fractions in [0, 1]; `loss` is the mean over `count` samples; `top5` only where there are more than five
+    classes."""
+
+    loss: float
+    top1: float
+    top5: float | None
+    count: int
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        values = {"loss": self.loss, "top1": self.top1} | ({} if self.top5 is None else {"top5": self.top5})
+        return {f"eval/{prefix}{name}": value for name, value in values.items()}
+
+    def describe(self, of: str) -> str:
+        """One console line, in percent; `of` says which weights."""
+        top5 = "" if self.top5 is None else f"  top-5 {100 * self.top5:.2f} %"
+        of = f" {of}" if of else ""
+        return f"evaluated {self.count}/{self.count}{of}: top-1 {100 * self.top1:.2f} %{top5}  loss {self.loss:.4f}"
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates on `model`, a copy of the trained network: statistics are averaged over the ranks without touching
+    theirs."""
+
+    model: nn.Module
+    source: Source
+    preprocess: Preprocess
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+    config: EvalConfig
+    num_classes: int
+    channels_last: bool
+
+    def evaluate(self, context: RunContext, weights: dict[str, Tensor]) -> EvalResult:
+        """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks."""
+        load_averaged(self.model, weights, context)
+        batches = self._batches()
+        mine = self._share_of(context, len(batches))
+        counts = torch.zeros(3, dtype=torch.int64, device=context.device)
+        # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
+        # order.
+        losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
+        with torch.inference_mode():
+            for index, (images, labels) in zip(mine, self.source.evaluation([batches[i] for i in mine]), strict=True):
+                losses[index], correct = self._score(context, images, labels)
+                counts += correct
+        context.all_reduce_sum(losses)
+        top1, top5, count = context.all_reduce_sum(counts).tolist()
+        assert count == len(self.source), f"evaluated {count} of {len(self.source)} samples"
+        loss = float(losses.cpu().double().sum()) / count
+        return EvalResult(loss, top1 / count, top5 / count if self.num_classes > 5 else None, count)
+
+    def _batches(self) -> list[range]:
+        size, total = self.config.batch_size, len(self.source)
+        return [range(start, min(start + size, total)) for start in range(0, total, size)]
+
+    def _share_of(self, context: RunContext, num_batches: int) -> list[int]:
+        if self.config.mode == "rank0":
+            return list(range(num_batches)) if context.is_rank_zero else []
+        return list(range(context.rank, num_batches, context.world_size))
+
+    def _score(self, context: RunContext, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Summed loss, and int64 [top-1 correct, top-5 correct, samples]."""
+        images = self.preprocess.normalise(images)
+        if self.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
+        with context.autocast():
+            logits = self.model(images)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+        return self.loss_sum(logits, labels), torch.stack(
+            [ranked[:, 0].sum(), ranked.sum(), torch.tensor(len(labels), device=labels.device)]
+        )
+
+
+@torch.no_grad()
+def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunContext) -> None:
+    """Copy `weights` into `model`, its floating buffers averaged over the ranks (parameters are equal on all of
+    them)."""
+    parameters = dict(model.named_parameters())
+    for name, target in averaged_tensors(model).items():
+        target.copy_(weights[name])
+        if name not in parameters and context.world_size > 1:
+            context.all_reduce_sum(target).div_(context.world_size)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """`model` in evaluation mode inside: no dropout, and no BatchNorm buffer is touched."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,107 @@
+"""Everything the loop works with, in one place; run.py builds it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from configs.derive import lr_at, total_steps
+from configs.schema import RunConfig
+from trainer.agreement import Agreed, HostCopy
+from trainer.console import Console
+from trainer.data.augment import Preprocess
+from trainer.data.order import Order
+from trainer.data.source import Source
+from trainer.evaluate import EvalResult, Evaluator
+from trainer.optim import Ema, Update
+from trainer.runtime import RunContext
+from trainer.state import TrainState
+from trainer.stop import StopFlag
+from trainer.tracking import NullTracker, Tracker
+
+
+@dataclass
+class Clock:
+    """Seconds and samples since the last log point; evaluation and saving are left out."""
+
+    busy_s: float = 0.0
+    data_wait_s: float = 0.0
+    samples: int = 0
+    started: float = field(default_factory=time.monotonic)
+    last_save: float = field(default_factory=time.monotonic)
+
+
+@dataclass
+class Pending:
+    """An update whose outcome was not read yet: on a GPU it is read one step later."""
+
+    update: Update
+    outcome: HostCopy
+    """Where there are several ranks: their reduced signals. Else the loss."""
+    lr: float
+    num_samples: int
+
+
+@dataclass
+class Job:
+    """Everything the loop works with. `module` is what is called in training: `model` itself, or DDP around it."""
+
+    config: RunConfig
+    context: RunContext
+    model: nn.Module
+    module: nn.Module
+    signals: nn.Parameter | None
+    optimizer: torch.optim.Optimizer
+    ema: Ema | None
+    source: Source
+    order: Order
+    preprocess: Preprocess
+    image_shape: tuple[int, int, int]
+    loss_sum: Callable[[Tensor, Tensor], Tensor]
+    evaluator: Evaluator
+    tracker: Tracker | NullTracker
+    console: Console
+    stop: StopFlag
+    save: Callable[["Job", bool], Path]
+    """Writes a checkpoint of this job; the flag says that it is the best so far."""
+    state: TrainState = field(default_factory=TrainState)
+    clock: Clock = field(default_factory=Clock)
+    window: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """This rank's training loss, summed over its samples since it was last reduced; on the device."""
+    pending: Pending | None = None
+    agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
+    grad_norm: Tensor | None = None
+    evaluations: dict[str, EvalResult] = field(default_factory=dict)
+
+    @cached_property
+    def total_steps(self) -> int:
+        return total_steps(self.config, self.order.batches_per_epoch)
+
+    def lr(self) -> float:
+        return lr_at(self.state.step, self.config, self.order.batches_per_epoch)
+
+    def is_finished(self) -> bool:
+        if self.config.max_steps is not None:
+            return self.state.step >= self.config.max_steps
+        return self.state.epoch >= (self.config.max_epochs or 0)
+
+    def is_at_end(self) -> bool:
+        """Whether the last counted update was the run's last; its boundary may be still to come."""
+        if self.is_finished():
+            return True
+        last_epoch = (self.config.max_epochs or 0) - 1
+        ends_epoch = self.state.batch_in_epoch == self.order.batches_per_epoch
+        return self.config.max_steps is None and self.state.epoch == last_epoch and ends_epoch
+
+    def checkpoint_minutes_due(self) -> bool:
+        minutes = self.config.checkpoint.every_minutes
+        return minutes is not None and time.monotonic() - self.clock.last_save >= 60 * minutes
+
+    def fp16_scale(self) -> float:
+        """The loss scale; waits for the device."""
+        assert self.context.scaler is not None
+        return float(self.context.scaler.get_scale())

@@ -1,0 +1,180 @@
+"""The training loop: one step, and stopping. Reads top to bottom; what is due between steps is in boundary.py."""
+
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from configs.errors import TrainingError
+from trainer.agreement import Agreed, HostCopy, agreed_from, signal_term
+from trainer.boundary import at_boundary
+from trainer.data.order import RankBatch
+from trainer.evaluate import evaluation_mode
+from trainer.job import Job, Pending
+from trainer.optim import apply_update
+
+# A scale that was halved this often in a row will not recover: 65536 is 0.002 by then.
+MAX_SKIPPED_IN_A_ROW = 25
+
+Pieces = list[tuple[Tensor, Tensor]]
+
+
+def train(job: Job) -> bool:
+    """Train to the end, or to a stop that all ranks agreed on. Returns whether the run is finished."""
+    state = job.state
+    if state.boundary_pending:
+        at_boundary(job)
+    if job.context.world_size > 1 and not job.is_finished():
+        settle_buckets(job)
+    job.module.train()
+    batches = job.source.training(job.order.batches(state.epoch, state.batch_in_epoch))
+    while not job.is_finished():
+        took_step(job, batches)
+        if job.pending is not None:
+            continue
+        if job.agreed.stop and not job.is_at_end():
+            state.boundary_pending = True
+            job.save(job, False)
+            return False
+        at_boundary(job)
+    return True
+
+
+def took_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
+    """Fetch one global batch, update on it, and count the update once its outcome is known."""
+    start = time.perf_counter()
+    batch, pieces = next(batches)
+    job.clock.data_wait_s += time.perf_counter() - start
+    train_step(job, batch, pieces)
+    if _must_settle(job, batch):
+        settle(job)
+    job.clock.busy_s += time.perf_counter() - start
+    job.clock.samples += batch.size
+    job.console.progress(job.state.step, job.total_steps, job.state.epoch, job.state.last_train_loss)
+
+
+def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
+    """Forward and backward over this rank's micro-batches, then one update. The loss is a mean over the global
+    batch."""
+    context, loss = job.context, None
+    # DDP averages over the ranks, so this makes the gradient that of sum / n whatever the slices are.
+    weight = 0.0 if batch.is_dummy else context.world_size / batch.size
+    batch_number = batch.epoch * job.order.batches_per_epoch + batch.index
+    for index, (images, labels) in enumerate(pieces):
+        context.seed_dropout(job.config.seed, batch_number, index)
+        is_last = index == len(pieces) - 1
+        with context.no_sync(job.module, when=not is_last):
+            piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
+            objective = piece_loss * weight
+            loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
+            if signals is not None and is_last:
+                save_due = context.is_rank_zero and job.checkpoint_minutes_due()
+                objective = objective + signal_term(signals, context.rank, loss, stop=job.stop.is_set, save=save_due)
+            (objective if context.scaler is None else context.scaler.scale(objective)).backward()
+    assert loss is not None
+    outcome = HostCopy(loss if job.signals is None or job.signals.grad is None else job.signals.grad)
+    settle(job)
+    if outcome.is_ready:
+        job.agreed = read_agreed(job, outcome)
+        stop_if_bad(job, job.lr())
+    if not batch.is_dummy:
+        job.window += loss
+    update(job, batch.size, outcome)
+
+
+def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
+    images = job.preprocess.for_training(images, batch.epoch, ids)
+    if job.config.channels_last:
+        images = images.contiguous(memory_format=torch.channels_last)
+    if batch.is_dummy:
+        with evaluation_mode(job.module), job.context.autocast():
+            output = job.module(images)
+    else:
+        with job.context.autocast():
+            output = job.module(images)
+    logits, signals = output if job.signals is not None else (output, None)
+    return job.loss_sum(logits if logits.dtype == torch.float64 else logits.float(), labels), signals
+
+
+def update(job: Job, num_samples: int, outcome: HostCopy) -> None:
+    """One update with the reduced gradient; its outcome is settled later."""
+    lr = job.lr()
+    optim = job.config.optim
+    wants_norm = (job.state.step + 1) % job.config.log.every_steps == 0
+    result = apply_update(job.optimizer, job.context.scaler, lr, optim.max_grad_norm, want_grad_norm=wants_norm)
+    job.grad_norm = result.grad_norm if result.grad_norm is not None else job.grad_norm
+    job.optimizer.zero_grad(set_to_none=True)
+    if job.signals is not None:
+        job.signals.grad = None
+    job.pending = Pending(result, outcome, lr, num_samples)
+
+
+def settle(job: Job) -> None:
+    """Read how the last update went, count it, and stop all ranks if its loss was not finite or nothing is applied any
+    more."""
+    pending, state = job.pending, job.state
+    if pending is None:
+        return
+    job.pending = None
+    if not pending.outcome.is_ready:
+        job.agreed = read_agreed(job, pending.outcome)
+        stop_if_bad(job, pending.lr)
+    applied = pending.update.was_applied()
+    state.count(applied=applied, num_samples=pending.num_samples)
+    state.loss_count += pending.num_samples
+    if applied and job.ema is not None:
+        job.ema.update(pending.num_samples, state.samples_seen)
+    if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise TrainingError(
+            f"{state.skipped_in_a_row} updates in a row overflowed in fp16 at step {state.step} (batch {state.batch}, "
+            f"lr {pending.lr:g}, scale {job.fp16_scale():g}); use mixed_precision: bf16 or no, or a lower optim.lr"
+        )
+
+
+def read_agreed(job: Job, outcome: HostCopy) -> Agreed:
+    values = outcome.read()
+    if job.signals is not None:
+        return agreed_from(values)
+    is_finite = values[0] - values[0] == 0.0
+    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), () if is_finite else (0,))
+
+
+def stop_if_bad(job: Job, lr: float) -> None:
+    """Raise TrainingError on all ranks if the loss of any was not finite."""
+    if not job.agreed.bad_ranks:
+        return
+    ranks = ", ".join(str(rank) for rank in job.agreed.bad_ranks)
+    scale = "" if job.context.scaler is None else f", scale {job.fp16_scale():g}"
+    bad = next((name for name, tensor in job.model.named_parameters() if not bool(tensor.isfinite().all())), None)
+    where = f"; first parameter that is not finite: {bad}" if bad else ""
+    raise TrainingError(
+        f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; "
+        "use a lower optim.lr, optim.max_grad_norm, or mixed_precision: bf16 or no"
+    )
+
+
+def settle_buckets(job: Job) -> None:
+    """One backward pass of weight zero. DDP lays its buckets out anew after the first one; with that behind us, sums
+    are taken
+    in the same order after a resume as without it."""
+    images = torch.zeros(1, *job.image_shape, dtype=job.context.dtype, device=job.context.device)
+    with evaluation_mode(job.module), job.context.autocast():
+        logits, signals = job.module(images)
+    (logits.float().sum() * 0 + signals.sum() * 0).backward()
+    for parameter in job.module.parameters():
+        parameter.grad = None
+
+
+def _must_settle(job: Job, batch: RankBatch) -> bool:
+    """Whether something may be due after this update, so that its outcome is wanted now. Always where reading costs
+    nothing."""
+    assert job.pending is not None
+    # Only what all ranks know in common may decide, or they would stop at different steps.
+    if job.context.device.type != "cuda" or job.agreed.stop or job.agreed.save:
+        return True
+    step, config = job.state.step + 1, job.config
+    intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
+    ends = step == config.max_steps or batch.index == job.order.batches_per_epoch - 1
+    return ends or any(every is not None and step % every == 0 for every in intervals)

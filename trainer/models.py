@@ -1,0 +1,147 @@
+"""Names to networks."""
+
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.errors import ConfigError
+from configs.schema import ModelConfig
+from trainer.data.datasets import load_callable
+
+
+class MLP(nn.Module):
+    """A fully connected net on flattened images; `log_softmax` for the nll loss."""
+
+    def __init__(
+        self,
+        num_classes: int,
+        image_shape: tuple[int, int, int],
+        hidden: tuple[int, ...] = (128, 64),
+        log_softmax: bool = False,
+    ) -> None:
+        super().__init__()
+        channels, height, width = image_shape
+        sizes = (channels * height * width, *hidden, num_classes)
+        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
+        self.log_softmax = log_softmax
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = images.flatten(1)
+        for layer in self.layers[:-1]:
+            x = F.relu(layer(x))
+        x = self.layers[-1](x)
+        return F.log_softmax(x, dim=1) if self.log_softmax else x
+
+
+def _conv(
+    before: int, after: int, *, kernel: int = 3, stride: int = 1, padding: int = 1, pool: bool = False
+) -> nn.Module:
+    """Convolution, BatchNorm, ReLU; `pool` halves the image before the norm, so that the rest works on a quarter."""
+    conv = nn.Conv2d(before, after, kernel, stride=stride, padding=padding, bias=False)
+    return nn.Sequential(conv, *([nn.MaxPool2d(2)] if pool else []), nn.BatchNorm2d(after), nn.ReLU())
+
+
+class MnistCNN(nn.Module):
+    """Five convolutions for small grey images: a stride at once, so that most of the work is on 14x14 and 7x7, and the
+    strongest answer of each feature, wherever it is, goes to the linear head."""
+
+    def __init__(self, num_classes: int, image_shape: tuple[int, int, int], width: int = 32) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            _conv(image_shape[0], width, kernel=4, stride=2),
+            _conv(width, width),
+            _conv(width, 2 * width, pool=True),
+            _conv(2 * width, 2 * width),
+            _conv(2 * width, 4 * width, padding=0),
+        )
+        self.head = nn.Linear(4 * width, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(images).amax(dim=(2, 3)))
+        return logits
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut (He et al., https://arxiv.org/abs/1512.03385), 1x1 where the shape
+    changes."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.first = _conv(before, after, stride=stride)
+        self.second = nn.Sequential(nn.Conv2d(after, after, 3, padding=1, bias=False), nn.BatchNorm2d(after))
+        changes = stride != 1 or before != after
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(before, after, 1, stride=stride, bias=False), nn.BatchNorm2d(after))
+            if changes
+            else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.second(self.first(x)) + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    """The CIFAR residual net of He et al.: 3x3 stem, three stages of `depth` blocks, widths w, 2w, 4w, global average
+    pooling."""
+
+    def __init__(self, num_classes: int, image_shape: tuple[int, int, int], width: int = 16, depth: int = 3) -> None:
+        super().__init__()
+        self.stem = _conv(image_shape[0], width)
+        blocks: list[nn.Module] = []
+        before = width
+        for stage in range(3):
+            after = width << stage
+            for block in range(depth):
+                blocks.append(ResidualBlock(before, after, 2 if stage and not block else 1))
+                before = after
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Linear(before, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
+        return logits
+
+
+BUILT_IN: dict[str, type[nn.Module]] = {"mlp": MLP, "mnist_cnn": MnistCNN, "small_resnet": SmallResNet}
+
+
+def build_model(
+    config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int], seed: int, dtype: torch.dtype
+) -> nn.Module:
+    """The network on the CPU, initialised from `seed` alone. `image_shape` is (channels, height, width)."""
+    torch.manual_seed(seed)
+    build, arguments = _resolve(config, num_classes, image_shape)
+    try:
+        inspect.signature(build).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.args do not fit {config.name}: {error}; it takes {inspect.signature(build)}"
+        ) from error
+    model = build(**arguments)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model.name: {config.name} gave a {type(model).__name__}; wanted is a torch.nn.Module")
+    return model.to(dtype)
+
+
+def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[Any, dict[str, Any]]:
+    if config.name in BUILT_IN:
+        return BUILT_IN[config.name], {"num_classes": num_classes, "image_shape": image_shape} | config.args
+    if config.name.startswith("torchvision/"):
+        # 2 s of import, paid only by those who use it.
+        from torchvision.models import get_model_builder, list_models
+
+        name = config.name.removeprefix("torchvision/")
+        if name not in list_models():
+            raise ConfigError(
+                f"model.name: torchvision has no model {name!r}; it has {', '.join(list_models()[:8])}, ..."
+            )
+        return get_model_builder(name), {"num_classes": num_classes} | config.args
+    if ":" not in config.name:
+        raise ConfigError(
+            f"model.name: {config.name!r} is not one of {', '.join(BUILT_IN)}, torchvision/NAME or module:callable"
+        )
+    return load_callable(config.name, "model.name"), {"num_classes": num_classes} | config.args

@@ -1,0 +1,107 @@
+"""Parameter groups, the optimizer, one exact update, and the moving average of the weights."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from configs.schema import OptimConfig
+
+
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:
+    """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.decay_norm_and_bias or config.weight_decay == 0:
+        return [{"params": trained, "weight_decay": config.weight_decay}]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
+    """SGD, Adam or AdamW on `model`'s parameters; its learning rate is set before each update."""
+    groups = parameter_groups(model, config)
+    fused = device.type in ("cpu", "cuda") if config.fused is None else config.fused
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+    adam = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
+    return adam(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one call of apply_update did; tensors, so that nothing waits for the device until they are read."""
+
+    applied: Tensor | None
+    """Bool scalar: False where the scaler found an overflow. None = applied for certain: there is no scaler."""
+    grad_norm: Tensor | None
+    """Norm of the true (unscaled) gradient before clipping; None where nobody asked."""
+
+    def was_applied(self) -> bool:
+        """Waits for the device if there is a scaler."""
+        return self.applied is None or bool(self.applied)
+
+
+def apply_update(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    lr: float,
+    max_grad_norm: float | None,
+    *,
+    want_grad_norm: bool,
+) -> Update:
+    """One update with learning rate `lr`: unscale once, clip, step, and tell by the scale whether the step was
+    taken."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    grad_norm = None
+    if max_grad_norm is not None or want_grad_norm:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grad_norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if max_grad_norm is not None:
+            nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm)
+    if scaler is None:
+        optimizer.step()
+        return Update(None, grad_norm)
+    # GradScaler does not say whether it stepped, and a fused optimizer skips inside its kernel. A lower scale
+    # afterwards is the sign; the tensor is read without get_scale(), which would wait for the device.
+    assert scaler._scale is not None, "the loss was not scaled"
+    before = scaler._scale.clone()
+    scaler.step(optimizer)
+    scaler.update()
+    return Update(scaler._scale >= before, grad_norm)
+
+
+class Ema:
+    """Moving average of the weights and the floating buffers; the half-life is in samples, so it does not depend on the
+    batch size."""
+
+    def __init__(self, model: nn.Module, half_life_samples: float) -> None:
+        self.half_life_samples = half_life_samples
+        self._live = averaged_tensors(model)
+        self.tensors = {name: tensor.detach().clone() for name, tensor in self._live.items()}
+
+    @torch.no_grad()
+    def update(self, num_samples: int, samples_seen: int) -> None:
+        """Move by `num_samples`. The half-life is at most a tenth of `samples_seen`, so that the start is forgotten in
+        time."""
+        half_life = max(1.0, min(self.half_life_samples, samples_seen / 10))
+        weight = 1.0 - 0.5 ** (num_samples / half_life)
+        torch._foreach_lerp_(list(self.tensors.values()), [t.detach() for t in self._live.values()], weight)
+
+
+def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and floating buffers by name: all of the state that may be averaged."""
+    named: Iterable[tuple[str, Tensor]] = (*model.named_parameters(), *persistent_buffers(model).items())
+    return {name: tensor for name, tensor in named if tensor.is_floating_point()}
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the state (running statistics), by name."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in parameters}

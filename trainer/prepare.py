@@ -1,0 +1,146 @@
+"""Work that must be done once, before any rank starts: `python -m trainer.prepare PLAN` unpacks or downloads the data
+set;
+`python -m trainer.prepare --probe PLAN` takes a step and prints what only torch can know, as one JSON object."""
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs.contract import WorkerPlan
+from configs.errors import EnvironmentProblem, LockstepError
+from configs.known_data import KNOWN_DATA, KnownData
+from configs.schema import DataConfig
+
+EMBEDDED_MNIST = Path(__file__).resolve().parent.parent / "data" / "mnist"
+# The well-known MD5 sums of the uncompressed files, as in data/mnist/README.md.
+MNIST_MD5 = {
+    "train-images-idx3-ubyte": "6bbc9ace898e44ae57da46a324031adb",
+    "train-labels-idx1-ubyte": "a25bea736e30d166cdddb491f175f624",
+    "t10k-images-idx3-ubyte": "2646ac647ad5339dbf082846283269ea",
+    "t10k-labels-idx1-ubyte": "27ae3e4e09519cfbb04c329615203637",
+}
+
+
+def prepare_data(config: DataConfig) -> None:
+    """Have the data set of `config` complete under data.root, or raise EnvironmentProblem. Safe with any number of
+    callers."""
+    known = KNOWN_DATA.get(config.name)
+    if known is None:
+        return
+    root = Path(config.root)
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / ".lock"):
+        if (root / known.folder).exists():
+            return  # published by rename, so it is whole
+        with _aside(root) as aside:
+            if config.name == "mnist" and config.mirror is None:
+                unpack_mnist(aside / known.folder)
+            else:
+                download(config, known, aside)
+            top = Path(known.folder).parts[0]
+            if (root / top).exists():
+                shutil.rmtree(root / top)
+            (aside / top).rename(root / top)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w", encoding="ascii") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _aside(root: Path) -> Iterator[Path]:
+    """A folder beside the final one. Those of a process that was killed are removed: the lock says that nobody else is
+    at work."""
+    for leftover in root.glob(".tmp-*"):
+        shutil.rmtree(leftover)
+    path = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def unpack_mnist(folder: Path) -> None:
+    """Unpack the embedded files to where torchvision.datasets.MNIST reads them. Raises EnvironmentProblem if one is not
+    MNIST's."""
+    folder.mkdir(parents=True)
+    for name, md5 in MNIST_MD5.items():
+        packed = EMBEDDED_MNIST / f"{name}.gz"
+        try:
+            content = gzip.decompress(packed.read_bytes())
+        except (OSError, EOFError, zlib.error) as error:
+            raise EnvironmentProblem(
+                f"cannot unpack {packed}: {error}; restore it with `git checkout -- {packed}`"
+            ) from error
+        found = hashlib.md5(content, usedforsecurity=False).hexdigest()
+        if found != md5:
+            raise EnvironmentProblem(
+                f"{packed} is damaged: MD5 {found}, expected {md5}; restore it with `git checkout -- {packed}`"
+            )
+        (folder / name).write_bytes(content)
+
+
+def download(config: DataConfig, known: KnownData, aside: Path) -> None:
+    """Fetch through torchvision, which checks the hashes, into `aside`."""
+    from torchvision import datasets
+
+    source = getattr(datasets, known.torchvision_name)
+    if config.mirror is not None:
+        _use_mirror(source, config.mirror.rstrip("/"))
+    print(f"downloading {config.name} to {Path(config.root).resolve()}", flush=True)
+    try:
+        source(str(aside), train=True, download=True)
+    except Exception as error:
+        place = config.mirror or "its own site"
+        raise EnvironmentProblem(
+            f"{config.name} is not in {Path(config.root).resolve() / known.folder} and could not be downloaded "
+            f"from {place}: {error}; put torchvision's files there, or set data.mirror"
+        ) from error
+
+
+def _use_mirror(source: Any, mirror: str) -> None:
+    """Have a torchvision data set fetch the same file names from `mirror`; their hashes are checked all the same."""
+    if hasattr(source, "mirrors"):
+        source.mirrors = [mirror + "/"]
+    else:
+        source.url = f"{mirror}/{source.filename}"
+
+
+def probe(plan: WorkerPlan) -> dict[str, int | float]:
+    """Parameters, checkpoint bytes, one step's milliseconds and this process's peak memory in bytes, in one process."""
+    from trainer.probe import measure
+
+    return measure(plan)
+
+
+def main(arguments: list[str]) -> int:
+    wants_probe = arguments[0] == "--probe"
+    plan = WorkerPlan.load(Path(arguments[-1]))
+    try:
+        prepare_data(plan.config.data)
+        if wants_probe:
+            print(json.dumps(probe(plan)))
+    except LockstepError as error:
+        print(f"{error.kind}: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

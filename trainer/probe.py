@@ -1,0 +1,58 @@
+"""What only a real step can tell: parameters, checkpoint size, time and memory. Used by `plan --probe`."""
+
+import dataclasses
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from configs.contract import WorkerPlan
+from configs.run_dir import AttemptDir, RunDir
+from trainer.loop import settle, train_step
+from trainer.resume import snapshot
+from trainer.run import Run
+from trainer.runtime import RunContext
+from trainer.stop import StopFlag
+
+
+def measure(plan: WorkerPlan) -> dict[str, int | float]:
+    """Build the job for one process and take three steps of one rank's share; the fastest is reported, in
+    milliseconds."""
+    share = plan.config.model_copy(update={"global_batch_size": _rank_share(plan), "per_device_batch_size": None})
+    alone = dataclasses.replace(plan, config=share, world_size=1, local_world_size=1, store=None, terminal=None)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(alone, RunDir(Path(folder)), AttemptDir(Path(folder)), StopFlag())
+        job, facts, _ = run.build(RunContext(alone))
+    batches = job.source.training(job.order.batches(0, 0))
+    times = []
+    for _ in range(3):
+        batch, pieces = next(batches)
+        start = time.perf_counter()
+        train_step(job, batch, pieces)
+        settle(job)
+        times.append(time.perf_counter() - start)
+    saved = snapshot(job, facts)
+    tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
+    return {
+        "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
+        "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
+        "step_ms": 1000 * min(times),
+        "peak_memory_bytes": _peak_bytes(job.context.device),
+        "num_train": facts["num_train"],
+        "num_eval": facts["num_eval"],
+    }
+
+
+def _rank_share(plan: WorkerPlan) -> int:
+    config = plan.config
+    return config.per_device_batch_size or -(-(config.global_batch_size or 1) // plan.world_size)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

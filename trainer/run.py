@@ -1,0 +1,240 @@
+"""The one place that builds everything, in order, and hands it to the loop. Reads like a recipe."""
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from configs.contract import WorkerPlan, write_atomically
+from configs.derive import plan_batches
+from configs.run_dir import AttemptDir, RunDir
+from configs.schema import LossConfig
+from trainer import checkpoint, resume, summary
+from trainer.agreement import WithSignals
+from trainer.console import Console
+from trainer.data.augment import Preprocess
+from trainer.data.datasets import Data, TensorSplit, as_image_tensor, load_data
+from trainer.data.order import Order
+from trainer.data.source import build_source, choose_residency
+from trainer.evaluate import Evaluator
+from trainer.job import Job
+from trainer.loop import train
+from trainer.models import build_model
+from trainer.optim import Ema, averaged_tensors, build_optimizer
+from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.stop import StopFlag
+from trainer.tracking import NullTracker, Tracker
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended on this rank; `checkpoint` is the one that holds its last step."""
+
+    is_finished: bool
+    step: int
+    epoch: int
+    checkpoint: str
+
+
+@dataclass
+class Run:
+    """One rank of one attempt. `job` is None until everything is built."""
+
+    plan: WorkerPlan
+    run_dir: RunDir
+    attempt: AttemptDir
+    stop: StopFlag
+    job: Job | None = None
+
+    def train(self) -> Ending:
+        """Build, resume, train, evaluate, save. Raises LockstepError for what the user should know."""
+        started = time.monotonic()
+        context = RunContext(self.plan)
+        job, facts, screen = self.build(context)
+        last = resume.resume_newest(job, self.run_dir.checkpoints, facts)
+        if last is not None:
+            screen.append(f"resume     {last}: epoch {job.state.epoch}, step {job.state.step}")
+        for line in screen:
+            job.console.line(line)
+        job.tracker = Tracker(self.run_dir, job.state.step) if context.is_rank_zero else NullTracker()
+        try:
+            is_finished = self._train(job, facts, started)
+        finally:
+            job.tracker.close()
+        context.close()
+        return Ending(is_finished, job.state.step, job.state.epoch, checkpoint.step_name(job.state.step))
+
+    def _train(self, job: Job, facts: dict[str, Any], started: float) -> bool:
+        job.tracker.log_text("config", f"```\n{json.dumps(facts['config'], indent=1)}\n```")
+        job.console.start(job.total_steps, job.state.step)
+        seen, began = job.state.samples_seen, time.monotonic()
+        is_finished = train(job)
+        job.console.close()
+        if is_finished:
+            rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
+            self._finish(job, time.monotonic() - started, rate)
+        return is_finished
+
+    def _finish(self, job: Job, wall_s: float, images_per_sec: float) -> None:
+        result = summary.result_of(job, self.plan, wall_s, images_per_sec)
+        if job.context.is_rank_zero:
+            aside = self.run_dir.weights.with_suffix(".tmp")
+            save_file(resume.averaged_state(job, job.evaluator.model), aside)
+            aside.replace(self.run_dir.weights)
+            summary.report_result(job, self.run_dir, result)
+        summary.check_expectations(job.config.expect, result["metrics"])
+
+    def evaluate(self) -> Ending:
+        """Evaluate one checkpoint; write eval.json beside the plan."""
+        context = RunContext(self.plan)
+        job, facts, _ = self.build(context)
+        folder, which = self.run_dir.checkpoints, self.plan.checkpoint
+        name = context.together(lambda: resume.load_for_evaluation(job, folder, which, facts, job.console.line))
+        job.console.line(f"{name}, {context.world_size} x {self.plan.device}, precision {context.precision}")
+        weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
+        metrics: dict[str, float] = {}
+        for prefix, tensors in weights.items():
+            result = job.evaluator.evaluate(context, tensors)
+            metrics |= result.metrics(prefix)
+            job.console.line(result.describe("EMA" if prefix else ""))
+        if context.is_rank_zero:
+            answer = {"checkpoint": name, "metrics": metrics}
+            write_atomically(self.attempt.path / "eval.json", json.dumps(answer, indent=1))
+        context.close()
+        return Ending(True, job.state.step, job.state.epoch, name)
+
+    def build(self, context: RunContext) -> tuple[Job, dict[str, Any], list[str]]:
+        """Everything from the data to the job, nothing restored. Returns (job, facts for its checkpoints, plan
+        screen)."""
+        config, device = self.plan.config, context.device
+        batch = plan_batches(config, context.world_size)
+        data = context.together(lambda: load_data(config.data))
+        order = Order(
+            num_samples=len(data.train),
+            seed=config.seed,
+            global_batch_size=batch.global_batch_size,
+            drop_last=config.drop_last,
+            rank=context.rank,
+            world_size=context.world_size,
+            max_micro_batch=batch.max_micro_batch,
+            device=device,
+        )
+        shape = image_shape(data)
+        model = context.together(lambda: self._model(context, data, shape))
+        splits = (data.train, data.evaluation)
+        residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
+        source, eval_source = (build_source(split, residency, config.data, config.seed, device) for split in splits)
+        preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
+        evaluator = Evaluator(
+            model=copy.deepcopy(model).requires_grad_(False).eval(),
+            source=eval_source,
+            preprocess=preprocess,
+            loss_sum=partial(LOSSES[config.loss.name], LossConfig()),
+            config=config.eval,
+            num_classes=data.num_classes,
+            channels_last=config.channels_last,
+        )
+        facts = self._facts(data, batch.global_batch_size)
+        module, signals = prepare(context, model, compile_it=config.compile)
+        self.job = job = Job(
+            config=config,
+            context=context,
+            model=model,
+            module=module,
+            signals=signals,
+            optimizer=build_optimizer(model, config.optim, device),
+            ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
+            source=source,
+            order=order,
+            preprocess=preprocess,
+            image_shape=shape,
+            loss_sum=partial(LOSSES[config.loss.name], config.loss),
+            evaluator=evaluator,
+            tracker=NullTracker(),
+            console=self._console(context),
+            stop=self.stop,
+            save=partial(self._save, facts),
+            window=torch.zeros((), dtype=context.widest_dtype, device=device),
+        )
+        return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason)
+
+    def _console(self, context: RunContext) -> Console:
+        every_s = self.plan.config.log.console_every_s
+        return Console(active=context.is_rank_zero, terminal=self.plan.terminal, every_s=every_s)
+
+    def _model(self, context: RunContext, data: Data, shape: tuple[int, int, int]) -> nn.Module:
+        config = self.plan.config
+        model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
+        if config.sync_batchnorm and context.world_size > 1:
+            check_sync_batchnorm(context.device.type)
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if config.init_from is not None:
+            resume.load_weights(model, config.init_from)
+        if config.channels_last:
+            model = model.to(memory_format=torch.channels_last)
+        return model.to(context.device)
+
+    def _facts(self, data: Data, global_batch_size: int) -> dict[str, Any]:
+        """What a checkpoint says of its run; resume.py compares some of it."""
+        return {
+            "config": self.plan.config.model_dump(mode="json"),
+            "classes": None if data.classes is None else list(data.classes),
+            "num_classes": data.num_classes,
+            "num_train": len(data.train),
+            "num_eval": len(data.evaluation),
+            "global_batch_size": global_batch_size,
+            "dtype": self.plan.config.dtype,
+            "optimizer": self.plan.config.optim.name,
+            "threads_per_rank": self.plan.threads_per_rank,
+            "versions": summary.versions(),
+        }
+
+    def _save(self, facts: dict[str, Any], job: Job, is_best: bool) -> Path:
+        job.tracker.flush()
+        snapshot = resume.snapshot(job, facts)
+        path = checkpoint.save(
+            job.context, self.run_dir.checkpoints, snapshot, job.config.checkpoint.keep, is_best=is_best
+        )
+        job.console.line(f"saved {path.name}")
+        return path
+
+
+def prepare(context: RunContext, model: nn.Module, *, compile_it: bool) -> tuple[nn.Module, nn.Parameter | None]:
+    """What is called in training: the network, or DDP around it and the ranks' signals."""
+    if compile_it:
+        model.compile()  # in place and before DDP, so that names stay plain
+    if context.world_size == 1:
+        return model, None
+    wrapped = WithSignals(model, context.world_size, context.dtype).to(context.device)
+    return context.prepare(wrapped), wrapped.signals
+
+
+def image_shape(data: Data) -> tuple[int, int, int]:
+    """(channels, height, width) of the training images."""
+    image = data.train.images[0] if isinstance(data.train, TensorSplit) else as_image_tensor(data.train[0][0])
+    channels, height, width = image.shape
+    return channels, height, width
+
+
+def cross_entropy_sum(config: LossConfig, logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=config.label_smoothing)
+
+
+def nll_sum(_config: LossConfig, log_probabilities: Tensor, labels: Tensor) -> Tensor:
+    return F.nll_loss(log_probabilities, labels, reduction="sum")
+
+
+# Summed over samples: the caller divides by the count that is right for it.
+LOSSES: dict[str, Callable[[LossConfig, Tensor, Tensor], Tensor]] = {
+    "cross_entropy": cross_entropy_sum,
+    "nll": nll_sum,
+}

@@ -1,0 +1,193 @@
+"""Rank, world, device, precision, DDP and collectives. The only file that imports Accelerate and reads torch's
+environment.
+
+Accelerate does device placement, DDP and the choice of autocast and scaler; its loaders, scheduler, optimizer wrapper
+and checkpoints are not used (docs/decisions/0002-accelerate-narrowly.md).
+"""
+
+import contextlib
+import datetime
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import Tensor, nn
+
+from configs.contract import WorkerPlan
+from configs.derive import resolve_precision
+from configs.errors import ConfigError, EnvironmentProblem, LockstepError
+from trainer.data.order import key_of
+
+T = TypeVar("T")
+
+
+class PeerError(LockstepError):
+    """Another rank failed; what happened is told by that rank."""
+
+    kind = "peer"
+
+
+class RunContext:
+    """What a rank knows about the world it runs in. Every method that communicates is called by all ranks or by
+    none."""
+
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_world_size = plan.local_world_size
+        if self.world_size != plan.world_size:
+            raise EnvironmentProblem(
+                f"this rank sees WORLD_SIZE={self.world_size} but the plan says {plan.world_size} processes"
+            )
+        _check_device(plan.device, self.local_rank)
+        if plan.device == "cpu":
+            torch.set_num_threads(plan.threads_per_rank)
+        self.precision = resolve_precision(plan.config, plan.device, has_amx=_has_amx())
+        self.dtype = getattr(torch, plan.config.dtype)
+        if self.world_size > 1:
+            _join(plan, self.rank, self.world_size)
+        self._accelerator = _build_accelerator(plan.device, self.precision)
+        assert self._accelerator.num_processes == self.world_size, "Accelerate did not join the ranks"
+        self.device: torch.device = self._accelerator.device
+        self.scaler: torch.amp.GradScaler | None = self._accelerator.scaler
+
+    @property
+    def is_rank_zero(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def widest_dtype(self) -> torch.dtype:
+        """For sums of losses; Metal has no float64."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        if self.precision == "no":
+            return contextlib.nullcontext()  # Accelerate's costs 30 us a call
+        context: contextlib.AbstractContextManager[None] = self._accelerator.autocast()
+        return context
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The module to train with: DDP around `model` where there are several ranks. One process needs no wrapper."""
+        if self.world_size == 1:
+            return model
+        with warnings.catch_warnings():
+            # torch 2.14 announces a new name for broadcast_buffers, which Accelerate 1.15 and torch 2.8 do not have.
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
+            prepared: nn.Module = self._accelerator.prepare_model(model)
+        return prepared
+
+    def no_sync(self, model: nn.Module, *, when: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients stay local inside, if `when`; forward and backward both belong inside."""
+        if not when or self.world_size == 1:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = self._accelerator.no_sync(model)
+        return context
+
+    def seed_dropout(self, seed: int, batch: int, micro_batch: int) -> None:
+        """Key what a model draws by itself. By rank too: it cannot be keyed by sample, so another world size
+        differs."""
+        key = key_of(seed, batch, micro_batch, self.rank) % (1 << 63)
+        torch.default_generator.manual_seed(key)
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index].manual_seed(key)
+        elif self.device.type == "mps":
+            torch.mps.manual_seed(key)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the ranks in place and return it."""
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Every rank's `value`, by rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, function: Callable[[], T]) -> T:
+        """Run `function` on every rank; if it raises on any, it raises on all: there the error itself, elsewhere a
+        PeerError."""
+        error, result = None, None
+        try:
+            result = function()
+        except Exception as caught:
+            error = caught
+        failed = self.gather_objects(None if error is None else str(error))
+        if error is not None:
+            raise error
+        for rank, text in enumerate(failed):
+            if text is not None:
+                raise PeerError(f"rank {rank} failed: {text}")
+        return result  # type: ignore[return-value]  # no error, so the function returned
+
+    def close(self) -> None:
+        """Leave the group, once every rank is there: rank 0 may host the store."""
+        if self.world_size > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+
+
+def _has_amx() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())  # the only place where torch tells; also asks the kernel's leave
+
+
+def _check_device(device: str, local_rank: int) -> None:
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            build = (
+                f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
+                if torch.version.cuda
+                else "torch was built for CPU only"
+            )
+            raise EnvironmentProblem(
+                f"device: cuda, but torch sees no GPU: {build}; the driver may be too old or missing (nvidia-smi)"
+            )
+        if local_rank >= torch.cuda.device_count():
+            raise EnvironmentProblem(
+                f"local rank {local_rank} has no GPU: torch sees {torch.cuda.device_count()}; use fewer processes"
+            )
+    if device == "mps" and not torch.backends.mps.is_available():
+        raise EnvironmentProblem("device: mps, but torch sees no Metal GPU on this machine; use device: cpu")
+
+
+def _join(plan: WorkerPlan, rank: int, world_size: int) -> None:
+    """Enter the process group. On one node the ranks meet in a file, so that no port is needed and nothing listens for
+    it."""
+    backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
+    if plan.store is None:
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # A restarted group must not read the addresses of the one before it.
+    path = f"{plan.store}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # torch's stubs do not name it
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _build_accelerator(device: str, precision: str) -> Accelerator:
+    # Buffers stay with their rank (they are averaged where they are used); the gradients need no copy of their own.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # On a CPU only `cpu=True` makes Accelerate 1.15 see torchrun's ranks; without it each would train alone.
+    accelerator = Accelerator(cpu=device == "cpu", mixed_precision=precision, kwargs_handlers=[ddp])
+    if device == "cpu" and precision == "fp16":
+        # Accelerate 1.15 would silently train in fp32: it switches fp16 on for accelerators only.
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+        warnings.warn("fp16 on a CPU is slow and for testing; use mixed_precision: bf16 or no", stacklevel=2)
+    return accelerator
+
+
+def check_sync_batchnorm(device: str) -> None:
+    """SyncBatchNorm raises on a CPU inside a process group; say so before anything is built."""
+    if device != "cuda":
+        raise ConfigError(
+            f"sync_batchnorm: true works on GPUs only and the device is {device}; use sync_batchnorm: false"
+        )

@@ -1,0 +1,128 @@
+"""What a run says of itself: the plan on one screen, and the result on the screen, in result.json and in
+TensorBoard."""
+
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.contract import WorkerPlan, write_atomically
+from configs.derive import BatchPlan, lr_at
+from configs.errors import TrainingError
+from configs.run_dir import RunDir
+from configs.schema import ExpectConfig
+from trainer.job import Job
+
+
+def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, Any], residency: str) -> list[str]:
+    """One line a topic."""
+    config, per_epoch = job.config, job.order.batches_per_epoch
+    rates = "  ".join(f"{lr_at(job.total_steps * part // 4, config, per_epoch):.3g}" for part in range(5))
+    length = (
+        f"{config.max_epochs} epochs"
+        if config.max_epochs is not None
+        else f"about {job.total_steps / per_epoch:.1f} epochs"
+    )
+    parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    sizes = f"{facts['num_train']:,} train, {facts['num_eval']:,} eval, {facts['num_classes']} classes"
+    threads = f"{plan.threads_per_rank} threads a rank"
+    return [
+        f"data       {config.data.name}: {sizes}; {residency}",
+        f"model      {config.model.name}: {parameters:,} parameters, {config.dtype}",
+        f"batch      {batch.describe()}",
+        f"steps      {job.total_steps} = {length} of {per_epoch}",
+        f"optimizer  {config.optim.name}, {config.schedule.name}: lr at 0/25/50/75/100 % = {rates}",
+        f"precision  {job.context.precision}" + (" (auto)" if config.mixed_precision == "auto" else ""),
+        f"runtime    {plan.world_size} x {plan.device}, {threads}, torch {torch.__version__}",
+    ]
+
+
+def result_of(job: Job, plan: WorkerPlan, wall_s: float, images_per_sec: float) -> dict[str, Any]:
+    """Fractions, seconds, images/s; the content of result.json."""
+    metrics: dict[str, float] = {}
+    for prefix, evaluation in job.evaluations.items():
+        metrics |= evaluation.metrics(prefix)
+    if job.state.last_train_loss is not None:
+        metrics["train/loss"] = job.state.last_train_loss
+    return {
+        "status": "finished",
+        "metrics": metrics,
+        "best": {"top1": job.state.best_top1, "step": job.state.best_step},
+        "step": job.state.step,
+        "epoch": job.state.epoch,
+        "skipped": job.state.skipped,
+        "samples_seen": job.state.samples_seen,
+        "wall_s": wall_s,
+        "images_per_sec": images_per_sec,
+        "precision": job.context.precision,
+        "device": plan.device,
+        "world_size": job.context.world_size,
+        "threads_per_rank": plan.threads_per_rank,
+        "versions": versions(),
+        "git_commit": git_commit(),
+        "max_epochs": job.config.max_epochs,
+        "max_steps": job.config.max_steps,
+    }
+
+
+def versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": str(torch.__version__)}
+
+
+def git_commit() -> str | None:
+    """The project's commit, with `-dirty` where files differ from it; None outside a git checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        answer = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def report_result(job: Job, run_dir: RunDir, result: dict[str, Any]) -> None:
+    """Write result.json and the HParams, show the last table. On rank 0 only."""
+    write_atomically(run_dir.result, json.dumps(result, indent=1))
+    hparams = _flat(job.config.model_dump(mode="json")) | {"world_size": job.context.world_size}
+    job.tracker.log_hparams(hparams, result["metrics"])
+    rows = [
+        (name, f"{100 * value:.2f} %" if "top" in name else f"{value:.4f}") for name, value in result["metrics"].items()
+    ]
+    rows += [("steps", f"{result['step']}" + (f" and {result['skipped']} skipped" if result["skipped"] else ""))]
+    rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]
+    for name, value in rows:
+        job.console.line(f"  {name:<16}{value}")
+    if result["best"]["step"] != result["step"]:
+        job.console.line(f"  best top-1 was {100 * result['best']['top1']:.2f} % at step {result['best']['step']}")
+    if job.config.max_epochs is not None and job.state.skipped:
+        job.console.line(f"  the schedule ended {job.state.skipped} steps short: that many updates overflowed in fp16")
+    job.console.line(f"done: {run_dir.path}  (tensorboard --logdir {run_dir.path.parent})")
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
+    flat: dict[str, bool | int | float | str] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            flat[prefix + name] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
+    return flat
+
+
+def check_expectations(expect: ExpectConfig, metrics: dict[str, float]) -> None:
+    """Raise TrainingError if the finished run missed what its configuration expects."""
+    top1 = metrics.get("eval/ema_top1", metrics.get("eval/top1", 0.0))
+    if expect.min_top1 is not None and top1 < expect.min_top1:
+        raise TrainingError(
+            f"top-1 is {top1:.4f} and expect.min_top1 is {expect.min_top1}; the run is finished and saved"
+        )
+    loss = metrics.get("train/loss", float("nan"))
+    if expect.max_train_loss is not None and not loss < expect.max_train_loss:
+        raise TrainingError(
+            f"train/loss is {loss:.4f} and expect.max_train_loss is {expect.max_train_loss}; "
+            "the run is finished and saved"
+        )

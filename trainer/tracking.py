@@ -1,0 +1,88 @@
+"""TensorBoard and metrics.jsonl, written by rank 0; on the other ranks nothing happens."""
+
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from configs.contract import write_atomically
+from configs.run_dir import RunDir
+
+
+class Tracker:
+    """Scalars by step. A resume leaves each step once: later points of an earlier attempt are dropped from both
+    files."""
+
+    def __init__(self, run_dir: RunDir, resumed_step: int) -> None:
+        self._run_dir = run_dir
+        self._resumed_step = resumed_step
+        self._writer: Any = None
+        self._keep_until(run_dir.metrics, resumed_step)
+        self._lines: IO[str] = open(run_dir.metrics, "a", encoding="utf-8")  # noqa: SIM115  # open as long as the run
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """One point: the value of each metric after `step` completed updates."""
+        self._lines.write(json.dumps({"step": step} | metrics) + "\n")
+        self._lines.flush()
+        for name, value in metrics.items():
+            self._events().add_scalar(name, value, step)
+
+    def log_text(self, name: str, text: str) -> None:
+        self._events().add_text(name, text, self._resumed_step)
+
+    def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None:
+        """Settings with the final metrics, in this run: SummaryWriter.add_hparams would open a second one."""
+        from torch.utils.tensorboard.summary import hparams as summaries
+
+        for summary in summaries(hparams, metrics):
+            self._events().file_writer.add_summary(summary)
+
+    def flush(self) -> None:
+        """Put everything so far on its way to the disk (before a checkpoint says that it is saved)."""
+        self._lines.flush()
+        os.fsync(self._lines.fileno())
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        self.flush()
+        self._lines.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _events(self) -> Any:
+        if self._writer is None:
+            # 0.5 s of import: not before the first point, so that the first step comes sooner.
+            from torch.utils.tensorboard import SummaryWriter
+
+            goes_on = any(self._run_dir.path.glob("events.out.tfevents.*"))
+            purge = self._resumed_step + 1 if goes_on else None
+            self._writer = SummaryWriter(str(self._run_dir.path), purge_step=purge, flush_secs=10)
+        return self._writer
+
+    @staticmethod
+    def _keep_until(path: Path, step: int) -> None:
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except ValueError:  # the last line of a killed attempt may be cut short
+                continue
+        write_atomically(path, "".join(kept))
+
+
+class NullTracker:
+    """The other ranks' tracker."""
+
+    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+
+    def log_text(self, name: str, text: str) -> None: ...
+
+    def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
