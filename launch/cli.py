@@ -1,0 +1,173 @@
+"""`python -m launch`, also installed as `lockstep`. Exit codes: configs/errors.py."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal, Never
+
+import typer
+
+from configs.errors import LockstepError
+from launch.follow import say
+from launch.options import Options
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Train one model on 1 process, N GPUs or N nodes, by the same command and with the same results.",
+)
+
+Launcher = Literal["torchrun", "accelerate"]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/mnist.yaml")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="name of a run, as `runs` lists it")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings, such as optim.lr=0.1")]
+Nproc = Annotated[str | None, typer.Option("--nproc", metavar="N|auto", help="processes on this node; auto: one a GPU")]
+LauncherOption = Annotated[Launcher | None, typer.Option("--launcher", help="what starts several processes [torchrun]")]
+RunName = Annotated[str | None, typer.Option("--run-name", metavar="NAME", help="goes on with the run of this name")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="start anew beside a run of that name")]
+AllowChanges = Annotated[bool, typer.Option("--allow-changes", help="go on with a run though settings differ")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the plan and stop")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", envvar="LOCKSTEP_RUNS", help="folder of all runs")]
+Nnodes = Annotated[int, typer.Option("--nnodes", min=1, help="machines that train together")]
+NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="which of them this is")]
+Endpoint = Annotated[str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: node 0")]
+LocalAddr = Annotated[str | None, typer.Option("--local-addr", help="this node's address for the others")]
+Probe = Annotated[bool, typer.Option("--probe", help="also measure parameters, checkpoint, one step (imports torch)")]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="which one to evaluate")]
+
+RUNS = Path("runs")
+
+
+@app.command()
+def train(
+    config: Config,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    launcher: LauncherOption = None,
+    run_name: RunName = None,
+    fresh: Fresh = False,
+    allow_changes: AllowChanges = False,
+    dry_run: DryRun = False,
+    runs_dir: RunsDir = RUNS,
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: Endpoint = None,
+    local_addr: LocalAddr = None,
+) -> None:
+    """Train by a config file."""
+    from launch import start
+
+    options = Options(
+        overrides=overrides or (),
+        nproc=nproc,
+        launcher=launcher,
+        name=run_name,
+        fresh=fresh,
+        allow_changes=allow_changes,
+        runs=runs_dir,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint,
+        local_addr=local_addr,
+    )
+    _exit(start.show_plan(config, options) if dry_run else start.train(config, options))
+
+
+@app.command()
+def plan(
+    config: Config,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    launcher: LauncherOption = None,
+    run_name: RunName = None,
+    fresh: Fresh = False,
+    allow_changes: AllowChanges = False,
+    probe: Probe = False,
+    runs_dir: RunsDir = RUNS,
+    nnodes: Nnodes = 1,
+    node_rank: NodeRank = 0,
+    rdzv_endpoint: Endpoint = None,
+    local_addr: LocalAddr = None,
+) -> None:
+    """Print what `train` would do: commands, environment, settings and where they come from, arithmetic."""
+    from launch import start
+
+    options = Options(
+        overrides=overrides or (),
+        nproc=nproc,
+        launcher=launcher,
+        name=run_name,
+        fresh=fresh,
+        allow_changes=allow_changes,
+        runs=runs_dir,
+        nnodes=nnodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint,
+        local_addr=local_addr,
+    )
+    _exit(start.show_plan(config, options, probe=probe))
+
+
+@app.command()
+def resume(
+    run: Run,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    launcher: LauncherOption = None,
+    allow_changes: AllowChanges = False,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Go on with a run from its newest checkpoint; on another number of processes too."""
+    from launch import start
+
+    _exit(start.resume(run, Options(overrides or (), nproc, launcher, allow_changes=allow_changes, runs=runs_dir)))
+
+
+@app.command("eval")
+def evaluate(
+    run: Run,
+    overrides: Overrides = None,
+    checkpoint: Checkpoint = "best",
+    nproc: Nproc = None,
+    launcher: LauncherOption = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Evaluate a checkpoint of a run on the whole test split."""
+    from launch import start
+
+    _exit(start.evaluate(run, checkpoint, Options(overrides or (), nproc, launcher, runs=runs_dir)))
+
+
+@app.command()
+def runs(runs_dir: RunsDir = RUNS) -> None:
+    """List the runs: status, step, top-1, wall time."""
+    from launch.runs_table import render_runs
+
+    say(render_runs(runs_dir))
+
+
+def main() -> Never:
+    """Map every ending to its exit code; what is the user's to fix is one line a problem, without a traceback."""
+    from launch import signals
+
+    signals.raise_on_stop()
+    try:
+        app(prog_name="lockstep" if Path(sys.argv[0]).name == "lockstep" else "python -m launch")
+    except LockstepError as error:
+        from launch.report import problem_lines
+
+        for line in problem_lines(error):
+            say(line, to_stderr=True)
+        sys.exit(error.exit_code)
+    except signals.StopRequested as stop:
+        say(f"stopped by {stop.name} before training had started", to_stderr=True)
+        sys.exit(signals.exit_code_of(stop.name))
+    except BrokenPipeError:
+        os._exit(0)
+    sys.exit(0)
+
+
+def _exit(code: int) -> Never:
+    raise typer.Exit(code)

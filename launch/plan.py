@@ -1,0 +1,259 @@
+"""PURE: (config, topology, request) -> LaunchPlan, or all the reasons why not. Reads, writes and starts nothing."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from configs.contract import WorkerPlan
+from configs.derive import plan_batches, steps_per_epoch
+from configs.errors import ConfigError, EnvironmentProblem
+from configs.known_data import KNOWN_DATA
+from configs.run_dir import AttemptDir
+from configs.schema import RunConfig
+from launch import backends
+from launch.backends import Rendezvous
+from launch.topology import Topology
+
+Device = Literal["cuda", "cpu", "mps"]
+
+# Whatever set these (a scheduler, an outer torchrun, an Accelerate config), it was not for these ranks. PET_* are
+# torchrun's own options as variables; Accelerate takes a rank from the MPI ones.
+STRAY = re.compile(
+    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|WORLD_SIZE|NAME)|NODE_RANK"
+    r"|MASTER_ADDR|MASTER_PORT|PYTHON_EXEC|(ACCELERATE|TORCHELASTIC|TORCH_ELASTIC|PET|FSDP|MEGATRON_LM|DEEPSPEED"
+    r"|PARALLELISM_CONFIG|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD|MPI)_.*"
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for, besides the config; paths are absolute and need not exist."""
+
+    run_name: str
+    attempt: AttemptDir
+    meeting: Path
+    """A fresh folder, outside the run, for the files through which the ranks of one node meet."""
+    python: str
+    root: Path
+    """The folder that holds configs/, launch/ and trainer/."""
+    cwd: Path
+    environ: Mapping[str, str] = field(default_factory=dict)
+    mode: Literal["train", "eval"] = "train"
+    checkpoint: str = "best"
+    nproc: int | Literal["auto"] = 1
+    launcher: Literal["torchrun", "accelerate"] = "torchrun"
+    nodes: Rendezvous | None = None
+    interface: str | None = None
+    """Network interface towards the other nodes."""
+    terminal: str | None = None
+    worker: str = "trainer"
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that starting the ranks takes, and nothing else does."""
+
+    worker: WorkerPlan
+    device_line: str
+    threads_note: str
+    nnodes: int
+    node_rank: int
+    argv: list[str]
+    environment: dict[str, str]
+    """Set for every process below the launcher."""
+    removed: list[str]
+    """Stray variables that are taken out."""
+    files: dict[str, str]
+    """Written into the attempt folder, by name."""
+    attempt: AttemptDir
+    cwd: Path
+    warnings: list[str]
+
+    @property
+    def config(self) -> RunConfig:
+        return self.worker.config
+
+    def child_environ(self, environ: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in environ.items() if not STRAY.fullmatch(name)} | self.environment
+
+
+def plan_launch(config: RunConfig, topology: Topology, request: Request) -> LaunchPlan:
+    """Decide device, threads, command and environment. Raises ConfigError or EnvironmentProblem."""
+    device = plan_device(config, topology, request.nproc)
+    nproc = plan_nproc(device, topology, request)
+    nnodes = request.nodes.nnodes if request.nodes else 1
+    _check_fits(config, device, nproc, nnodes, request)
+    backend: Literal["direct", "torchrun", "accelerate"] = request.launcher
+    if nproc * nnodes == 1 and request.launcher == "torchrun":
+        backend = "direct"
+    threads, threads_note = plan_threads(config, topology, nproc, request.environ)
+    worker = WorkerPlan(
+        mode=request.mode,
+        config=config,
+        launcher=backend,
+        device=device,
+        world_size=nproc * nnodes,
+        local_world_size=nproc,
+        threads_per_rank=threads,
+        store=str(request.meeting / "ranks") if request.nodes is None and nproc > 1 else None,
+        terminal=request.terminal,
+        checkpoint=request.checkpoint,
+    )
+    return LaunchPlan(
+        worker=worker,
+        device_line=_device_line(worker, topology, nnodes),
+        threads_note=threads_note,
+        nnodes=nnodes,
+        node_rank=request.nodes.node_rank if request.nodes else 0,
+        argv=_command(worker, request),
+        environment=_environment(worker, topology, request),
+        removed=sorted(name for name in request.environ if STRAY.fullmatch(name)),
+        files=_files(worker),
+        attempt=request.attempt,
+        cwd=request.cwd,
+        warnings=_warnings(config, topology, nproc),
+    )
+
+
+def plan_device(config: RunConfig, topology: Topology, nproc: int | Literal["auto"] = 1) -> Device:
+    """What `device` means on this machine."""
+    if config.device == "cpu":
+        return "cpu"
+    if config.device == "mps":
+        if not topology.has_mps:
+            raise EnvironmentProblem(f"device=mps needs Apple silicon and this is {topology.system}; use device=auto")
+        if nproc not in (1, "auto"):
+            raise ConfigError(f"device=mps runs one process, not {nproc}; use NGPU=1 (--nproc 1) or device=cpu")
+        return "mps"
+    if topology.num_gpus:
+        return "cuda"
+    if config.device == "cuda":
+        raise EnvironmentProblem(
+            f"device=cuda, but torch sees no GPU: {topology.gpu_reason}; use device=auto or device=cpu"
+        )
+    return "mps" if topology.has_mps and nproc in (1, "auto") and config.dtype == "float32" else "cpu"
+
+
+def plan_nproc(device: Device, topology: Topology, request: Request) -> int:
+    """Processes on this node; on GPUs never more than there are."""
+    if request.nproc == "auto":
+        return topology.num_gpus if device == "cuda" else 1
+    if device == "cuda" and request.nproc > topology.num_gpus:
+        visible = topology.cuda_visible_devices
+        because = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+        raise EnvironmentProblem(
+            f"asked for {counted(request.nproc, 'process')}, {counted(topology.num_gpus, 'GPU')} visible{because}; "
+            f"use NGPU={topology.num_gpus} (--nproc {topology.num_gpus}) or device=cpu"
+        )
+    return request.nproc
+
+
+def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, request: Request) -> None:
+    """Raise one ConfigError with everything that does not fit together."""
+    problems = []
+    if request.launcher == "accelerate" and nnodes > 1:
+        problems.append("--launcher accelerate is for one machine; use --launcher torchrun for several nodes")
+    elif request.launcher == "accelerate" and nproc > 1 and device != "cuda":
+        problems.append(
+            f"--launcher accelerate cannot run {nproc} processes on a CPU: Accelerate 1.15 starts one process there, "
+            "whatever is asked; use --launcher torchrun"
+        )
+    if config.sync_batchnorm and device != "cuda":
+        problems.append(f"sync_batchnorm: true is for GPUs and the device is {device}; use sync_batchnorm: false")
+    try:
+        batches = plan_batches(config, nproc * nnodes)
+        if known := KNOWN_DATA.get(config.data.name):
+            steps_per_epoch(known.num_train, batches.global_batch_size, drop_last=config.drop_last)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+
+
+def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Mapping[str, str]) -> tuple[int, str]:
+    """CPU threads per rank, and where the number comes from."""
+    if config.launch.num_threads is not None:
+        return config.launch.num_threads, "launch.num_threads"
+    own = environ.get("OMP_NUM_THREADS", "")
+    if own.isdigit() and int(own) > 0:
+        return int(own), "OMP_NUM_THREADS of your environment"
+    loaders = config.data.num_workers if config.data.residency == "stream" else 0
+    note = f"{counted(topology.cores, 'core')} / {counted(nproc, 'process')}"
+    return max(
+        1, topology.cores // nproc - loaders
+    ), f"{note} - {counted(loaders, 'loader worker')}" if loaders else note
+
+
+def _command(worker: WorkerPlan, request: Request) -> list[str]:
+    module = [request.worker, str(request.attempt.path)]
+    grace_s = worker.config.launch.grace_s
+    if worker.launcher == "direct":
+        return backends.direct_command(request.python, module)
+    if worker.launcher == "accelerate":
+        config_file = request.attempt.path / "accelerate.yaml"
+        return backends.accelerate_command(
+            request.python,
+            module,
+            nproc=worker.local_world_size,
+            config_file=config_file,
+            threads=worker.threads_per_rank,
+        )
+    common = {"nproc": worker.local_world_size, "run_id": request.run_name, "grace_s": grace_s}
+    if request.nodes:
+        return backends.torchrun_nodes_command(request.python, module, nodes=request.nodes, **common)  # type: ignore[arg-type]
+    return backends.torchrun_command(request.python, module, meeting=request.meeting / "agent", **common)  # type: ignore[arg-type]
+
+
+def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> dict[str, str]:
+    paths = [str(request.root), str(request.cwd), *request.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = {
+        "OMP_NUM_THREADS": str(worker.threads_per_rank),
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
+        # The working folder is the user's; a folder named trainer/ there must not hide ours.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if worker.launcher != "direct":
+        # A new group must not read the addresses of the one before it.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if worker.world_size > 1 and topology.system == "Linux":
+        interface = "lo" if request.nodes is None else request.environ.get("GLOO_SOCKET_IFNAME") or request.interface
+        environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if worker.device == "cpu" and topology.num_gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    return environment
+
+
+def _files(worker: WorkerPlan) -> dict[str, str]:
+    if worker.launcher != "accelerate":
+        return {}
+    return {"accelerate.yaml": backends.accelerate_config(nproc=worker.local_world_size, device=worker.device)}
+
+
+def _device_line(worker: WorkerPlan, topology: Topology, nnodes: int) -> str:
+    nproc = worker.local_world_size
+    nodes = f" on each of {nnodes} nodes" if nnodes > 1 else ""
+    if worker.device == "cuda":
+        return f"{counted(nproc, 'process')} on {counted(nproc, 'GPU')}{nodes}, of {topology.num_gpus} visible"
+    if worker.device == "mps":
+        return "1 process on the Apple GPU (mps)"
+    over = " over gloo" if worker.world_size > 1 else ""
+    reason = f"no GPU is visible ({topology.gpu_reason})" if topology.gpu_reason else "device=cpu"
+    return f"{counted(nproc, 'CPU process')}{nodes}{over}: {reason}"
+
+
+def _warnings(config: RunConfig, topology: Topology, nproc: int) -> list[str]:
+    wanted = nproc * config.data.num_workers * 64 * 2**20
+    if config.data.residency == "stream" and topology.shm_bytes is not None and topology.shm_bytes < wanted:
+        mib, workers = topology.shm_bytes // 2**20, nproc * config.data.num_workers
+        return [f"shared memory is {mib} MiB, little for {workers} loader workers (docker: --shm-size)"]
+    return []
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 process`, `2 processes`."""
+    plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {plural}"

@@ -1,0 +1,30 @@
+"""`plan --probe`: one helper process with torch measures what the launcher cannot know."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.errors import EXIT_CONFIG, EXIT_ENVIRONMENT, ConfigError, EnvironmentProblem, TrainingError
+from launch.plan import LaunchPlan
+from launch.preflight import run_helper
+
+
+def probe(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "trainer") -> dict[str, Any]:
+    """Parameters, checkpoint bytes, one step's time and memory, samples; from a helper that leaves no run folder."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        plan_file = Path(folder) / "plan.json"
+        plan.worker.save(plan_file)
+        command = [plan.argv[0], "-m", f"{worker}.prepare", "--probe", str(plan_file)]
+        code, text = run_helper(command, plan, environ, capture=True)
+    if code != 0:
+        raise _error_for(code)
+    measured: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
+    return measured
+
+
+def _error_for(code: int) -> Exception:
+    """The helper has already said why."""
+    kinds: dict[int, type[Exception]] = {EXIT_CONFIG: ConfigError, EXIT_ENVIRONMENT: EnvironmentProblem}
+    return kinds.get(code, TrainingError)(f"the probe failed with exit code {code}; its own message is above")

@@ -1,0 +1,147 @@
+"""The text of a plan: what `plan` and `--dry-run` print."""
+
+import json
+import shlex
+from collections.abc import Mapping
+
+from configs.derive import lr_at, plan_batches, resolve_precision, steps_per_epoch, total_steps
+from configs.known_data import KNOWN_DATA
+from configs.schema import RunConfig
+from launch.follow import shown
+from launch.plan import LaunchPlan
+from launch.topology import Topology
+
+UNKNOWN = "unknown (use plan --probe)"
+MIB = 2**20
+
+
+def render_plan(
+    plan: LaunchPlan,
+    topology: Topology,
+    origins: Mapping[str, str],
+    probe: Mapping[str, float] | None = None,
+    note: str = "",
+) -> str:
+    """The whole plan; `origins` says where each value comes from, `probe` is what trainer.prepare measured."""
+    config = plan.config
+    num_train = _num_train(config, probe)
+    facts = {
+        "run": f"{shown(plan.attempt.path.parent.parent, plan.cwd)}{note}",
+        "processes": plan.device_line,
+        "threads": f"{plan.worker.threads_per_rank} per process ({plan.threads_note})",
+        "precision": _precision(plan, topology),
+        "batch": plan_batches(config, plan.worker.world_size).describe(),
+        "steps": _steps(plan, num_train),
+        "learning rate": _learning_rates(plan, num_train),
+        "data": _data(config),
+        "time limits": f"stop {config.launch.grace_s:g} s, collectives {config.launch.collective_timeout_s:g} s",
+    }
+    lines = [f"{name:<14} {value}" for name, value in (facts | _probed(probe)).items()]
+    lines += [f"{'note':<14} {warning}" for warning in plan.warnings]
+    return "\n".join([*lines, "", *_command(plan), "", *_environment(plan), "", *_config(config, origins)])
+
+
+def _precision(plan: LaunchPlan, topology: Topology) -> str:
+    precision = resolve_precision(plan.config, plan.worker.device, has_amx=topology.has_amx)
+    return (
+        precision
+        if precision == plan.config.mixed_precision
+        else f"{precision} (mixed_precision: {plan.config.mixed_precision})"
+    )
+
+
+def _num_train(config: RunConfig, probe: Mapping[str, float] | None) -> int | None:
+    if known := KNOWN_DATA.get(config.data.name):
+        return known.num_train
+    return int(probe["num_train"]) if probe and "num_train" in probe else None
+
+
+def _per_epoch(plan: LaunchPlan, num_train: int) -> int:
+    total = plan_batches(plan.config, plan.worker.world_size).global_batch_size
+    return steps_per_epoch(num_train, total, drop_last=plan.config.drop_last)
+
+
+def _steps(plan: LaunchPlan, num_train: int | None) -> str:
+    config = plan.config
+    if num_train is None:
+        return f"{config.max_steps} (max_steps)" if config.max_steps else f"{config.max_epochs} epochs of {UNKNOWN}"
+    per_epoch = _per_epoch(plan, num_train)
+    if config.max_steps:
+        return f"{config.max_steps} (max_steps), {per_epoch} per epoch"
+    return f"{per_epoch} per epoch x {config.max_epochs} epochs = {total_steps(config, per_epoch)}"
+
+
+def _learning_rates(plan: LaunchPlan, num_train: int | None) -> str:
+    """Of the updates at these parts of the run; at 100 %, the last one."""
+    if num_train is None:
+        return UNKNOWN
+    per_epoch = _per_epoch(plan, num_train)
+    total = total_steps(plan.config, per_epoch)
+    steps = {percent: min(total * percent // 100, total - 1) for percent in (0, 25, 50, 75, 100)}
+    return ", ".join(f"{lr_at(step, plan.config, per_epoch):.4g} at {percent} %" for percent, step in steps.items())
+
+
+def _data(config: RunConfig) -> str:
+    known = KNOWN_DATA.get(config.data.name)
+    if known is None:
+        return f"{config.data.name}: {UNKNOWN}"
+    channels, height, width = known.shape
+    # Images as uint8, labels as int64.
+    num_bytes = (known.num_train + known.num_eval) * (channels * height * width + 8)
+    held = "streamed through workers" if config.data.residency == "stream" else "held on each device"
+    return (
+        f"{config.data.name}: {known.num_train:,} training and {known.num_eval:,} test images, "
+        f"{num_bytes:,} bytes ({num_bytes / MIB:.1f} MiB), {held}"
+    )
+
+
+def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
+    if probe is None:
+        return {}
+    return {
+        "parameters": f"{int(probe['parameters']):,}",
+        "checkpoint": f"{probe['checkpoint_bytes'] / MIB:.2f} MiB",
+        "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
+        "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
+    }
+
+
+def _command(plan: LaunchPlan) -> list[str]:
+    return ["command", f"  cd {shlex.quote(str(plan.cwd))}", f"  {shlex.join(plan.argv)}"]
+
+
+def _environment(plan: LaunchPlan) -> list[str]:
+    lines = ["environment of every rank"]
+    lines += [f"  {name}={shlex.quote(value)}" for name, value in sorted(plan.environment.items())]
+    lines += [f"  {name} is removed" for name in plan.removed]
+    worker = plan.worker
+    if worker.world_size == 1:
+        return [*lines, "environment of the only rank", "  (no RANK, no WORLD_SIZE)"]
+    lines.append(f"environment of each rank, set by {worker.launcher}")
+    # torchrun numbers the nodes by address: with several, only the local rank is known before the start.
+    sizes = f"WORLD_SIZE={worker.world_size} LOCAL_WORLD_SIZE={worker.local_world_size}"
+    for local in range(worker.local_world_size):
+        rank = "(chosen at the rendezvous)" if plan.nnodes > 1 else local
+        lines.append(f"  RANK={rank} LOCAL_RANK={local} {sizes}")
+    return lines
+
+
+def _config(config: RunConfig, origins: Mapping[str, str]) -> list[str]:
+    values = dict(_flat("", config.model_dump(mode="json")))
+    # The loader knows where model.args stands, not each name in it.
+    places = {key: origins.get(key) or origins.get(key.rpartition(".")[0], "default") for key in values}
+    rows = [(key, json.dumps(value, ensure_ascii=False), places[key]) for key, value in values.items()]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = min(40, max(len(value) for _, value, _ in rows))
+    return ["config", *(f"  {key:<{key_width}}  {value:<{value_width}}  {origin}" for key, value, origin in rows)]
+
+
+def _flat(prefix: str, section: Mapping[str, object]) -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    for key, value in section.items():
+        # An empty mapping is a value too: model.args.
+        if isinstance(value, dict) and value:
+            pairs += _flat(f"{prefix}{key}.", value)
+        else:
+            pairs.append((f"{prefix}{key}", value))
+    return pairs

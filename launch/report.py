@@ -1,0 +1,214 @@
+"""What the user reads last: done, stopped, or the first real failure with its log and at most one hint."""
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.contract import Outcome
+from configs.errors import (
+    EXIT_DONE,
+    EXIT_TRAINING,
+    CheckpointError,
+    ConfigError,
+    EnvironmentProblem,
+    LockstepError,
+    TrainingError,
+)
+from configs.run_dir import AttemptDir, RunDir
+from launch.follow import shown
+from launch.plan import LaunchPlan
+from launch.run_folder import newest_checkpoint
+from launch.signals import exit_code_of
+from launch.supervise import Ending, load_outcome, read_pids
+
+SIGNAL_WORDS = {
+    signal.SIGKILL: "killed by SIGKILL (out of memory?)",
+    signal.SIGBUS: "killed by SIGBUS (/dev/shm too small?)",
+    signal.SIGSEGV: "killed by SIGSEGV (a crash in native code)",
+    signal.SIGABRT: "killed by SIGABRT (a crash in native code)",
+    signal.SIGILL: "killed by SIGILL (a build of torch for another CPU?)",
+}
+AGENT_REPORT = re.compile(
+    r"exitcode *: *(-?\d+) .*?\(pid: (\d+)\)|failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)"
+)
+ACCELERATE_REPORT = re.compile(r"returned non-zero exit status (\d+)|died with <Signals\.\w+: (\d+)>")
+ERROR_LINE = re.compile(r"(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|Fatal Python error.*|.*No module named.*)")
+TAIL_BYTES = 16_384
+USER_ERRORS = (ConfigError.kind, CheckpointError.kind)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Exit code and the last lines; `to_stderr` if they tell of a failure."""
+
+    exit_code: int
+    lines: list[str]
+    to_stderr: bool = True
+
+
+def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
+    """Judge an attempt from its outcome files and from what the launcher saw."""
+    attempt = plan.attempt
+    pids = read_pids(attempt)
+    ranks = range(plan.worker.world_size) if plan.nnodes == 1 else sorted(pids)
+    outcomes = {rank: load_outcome(attempt, rank) for rank in ranks}
+    ended = [outcome for outcome in outcomes.values() if outcome]
+    failed = sorted((outcome for outcome in ended if outcome.status == "failed"), key=lambda outcome: outcome.time)
+    hint = _resume_hint(attempt, resume_command)
+    if first := next((outcome for outcome in failed if outcome.kind != "peer"), None):
+        return _failed(plan, first, pids, _others(ended, first.rank), hint)
+    if ending.died:
+        return _died(plan, ending, pids, _others(ended, ending.died[0]), hint)
+    if ending.killed in ("grace", "second Ctrl-C") and len(ended) < len(outcomes):
+        return _killed_while_stopping(plan, ending, hint)
+    if failed:
+        return _failed(plan, failed[0], pids, [], hint)
+    if len(ended) < len(outcomes) or not ended:
+        return _never_started(plan, ending) if not pids else _died(plan, ending, pids, [], hint)
+    if stopped := next((outcome for outcome in ended if outcome.status == "stopped"), None):
+        return _stopped(ending, stopped, resume_command)
+    return Verdict(EXIT_DONE, [], to_stderr=False)
+
+
+def problem_lines(error: LockstepError) -> list[str]:
+    """`config error: ...`, once for each problem."""
+    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+    return [f"{error.kind}: {problem}" for problem in problems]
+
+
+def signal_words(exit_code: int) -> str:
+    """`exit code 7`, or the signal's name and what it usually means."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        number = signal.Signals(-exit_code)
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+    return SIGNAL_WORDS.get(number, f"killed by {number.name}")
+
+
+def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequence[int], hint: list[str]) -> Verdict:
+    code = first.exit_code or EXIT_TRAINING
+    kind, message = first.kind or "error", (first.message or "").strip()
+    log = f"log: {shown(plan.attempt.rank_log(first.rank), plan.cwd)}"
+    if kind in USER_ERRORS:
+        return Verdict(code, [f"{kind}: {line}" if line[:1].strip() else line for line in message.splitlines()])
+    if kind == EnvironmentProblem.kind:
+        return Verdict(code, [f"{kind}: {message} ({_rank(plan, first.rank, {})}{_at(first)})", log, *hint])
+    cause = message if kind in (TrainingError.kind, "peer") else f"{kind}: {message}" if message else kind
+    where = f" ({first.where})" if first.where and kind != TrainingError.kind else ""
+    lines = [f"FAILED: {_rank(plan, first.rank, pids)}{_at(first)}: {cause}{where}", *_because(others), log]
+    return Verdict(code, lines + (_memory_hint(message) or hint))
+
+
+def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], others: Sequence[int], hint: list[str]) -> Verdict:
+    """A rank that left no outcome: killed, crashed in native code, or ended before it could say anything."""
+    codes = _exit_codes(plan, ending, pids)
+    missing = [rank for rank in pids if load_outcome(plan.attempt, rank) is None]
+    suspects = [*ending.died, *missing]
+    # torchrun ends the others with SIGTERM once the first is gone; that is no cause.
+    guilty = [rank for rank in suspects if codes.get(rank) not in (None, -signal.SIGTERM)]
+    first = (guilty or suspects or [0])[0]
+    cause = signal_words(codes[first]) if first in codes else "ended without a word"
+    log = plan.attempt.rank_log(first)
+    last = _last_error(log) or (_last_line(log) if first and codes.get(first, 0) >= 0 else None)
+    lines = [f"FAILED: {_rank(plan, first, pids)}: {cause}", *([f"its last line: {last}"] if last else [])]
+    return Verdict(EXIT_TRAINING, [*lines, *_because(others), f"log: {shown(log, plan.cwd)}", *hint])
+
+
+def _never_started(plan: LaunchPlan, ending: Ending) -> Verdict:
+    direct = plan.worker.launcher == "direct"
+    log = plan.attempt.rank_log(0) if direct else plan.attempt.agent_log
+    who = "the process" if direct else plan.worker.launcher
+    last = _last_error(log) or _last_line(log)
+    lines = [f"FAILED: {who} ended before any rank had started: {signal_words(ending.child_code)}"]
+    lines += [f"its last line: {last}"] if last else []
+    lines.append(f"log: {shown(log, plan.cwd)}")
+    if plan.nnodes > 1:
+        this = f"this was node {plan.node_rank} of {plan.nnodes}"
+        lines.append(f"hint: {this}; start all of them, with the same --nnodes, --rdzv-endpoint and --run-name")
+    return Verdict(EXIT_TRAINING, lines)
+
+
+def _killed_while_stopping(plan: LaunchPlan, ending: Ending, hint: list[str]) -> Verdict:
+    assert ending.signal is not None
+    late = f"not done after {plan.config.launch.grace_s:g} s (launch.grace_s)"
+    after = late if ending.killed == "grace" else "second Ctrl-C"
+    line = f"stopped by {ending.signal}: {after}, all processes were killed"
+    # A Ctrl-C that had to force a SIGTERM's stop is a Ctrl-C.
+    name = "SIGINT" if ending.killed == "second Ctrl-C" else ending.signal
+    return Verdict(exit_code_of(name), [line, *(hint or ["hint: there is no checkpoint to go on from"])])
+
+
+def _stopped(ending: Ending, stopped: Outcome, resume_command: str) -> Verdict:
+    name = ending.signal or stopped.signal or "SIGTERM"
+    saved = f"checkpoint {stopped.checkpoint}; go on with: {resume_command}" if stopped.checkpoint else "no checkpoint"
+    step = "" if stopped.step is None else f" at step {stopped.step}"
+    return Verdict(exit_code_of(name), [f"stopped by {name}{step}; {saved}"], to_stderr=False)
+
+
+def _rank(plan: LaunchPlan, rank: int, pids: dict[int, int]) -> str:
+    pid = f" (pid {pids[rank]})" if rank in pids else ""
+    return f"rank {rank} of {plan.worker.world_size}{pid}"
+
+
+def _at(outcome: Outcome) -> str:
+    if outcome.step is None:
+        return ""
+    return f" at step {outcome.step}" if outcome.epoch is None else f" at epoch {outcome.epoch} step {outcome.step}"
+
+
+def _others(ended: Sequence[Outcome], first: int) -> list[int]:
+    return sorted(outcome.rank for outcome in ended if outcome.rank != first and outcome.status == "failed")
+
+
+def _because(others: Sequence[int]) -> list[str]:
+    if not others:
+        return []
+    ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+    return [f"{ranks} stopped because of it"]
+
+
+def _resume_hint(attempt: AttemptDir, resume_command: str) -> list[str]:
+    newest = newest_checkpoint(RunDir(attempt.path.parent.parent))
+    return [f"hint: go on from {newest} with: {resume_command}"] if newest else []
+
+
+def _memory_hint(message: str) -> list[str]:
+    if "out of memory" not in message.lower() and "can't allocate memory" not in message.lower():
+        return []
+    return ["hint: max_per_device_batch_size=N accumulates smaller micro-batches; the results stay the same"]
+
+
+def _exit_codes(plan: LaunchPlan, ending: Ending, pids: dict[int, int]) -> dict[int, int]:
+    if plan.worker.launcher == "direct":
+        return {0: ending.child_code}
+    text = _tail(plan.attempt.agent_log)
+    if alone := ACCELERATE_REPORT.findall(text):  # accelerate launch with one process
+        exit_status, number = alone[-1]
+        return {0: int(exit_status) if exit_status else -int(number)}
+    by_pid: dict[int, int] = {}
+    for code, pid, code_too, pid_too in AGENT_REPORT.findall(text):
+        by_pid.setdefault(int(pid or pid_too), int(code or code_too))
+    return {rank: by_pid[pid] for rank, pid in pids.items() if pid in by_pid}
+
+
+def _last_error(log: Path) -> str | None:
+    lines = [line.strip() for line in _tail(log).splitlines() if ERROR_LINE.fullmatch(line.strip())]
+    return lines[-1] if lines else None
+
+
+def _last_line(log: Path) -> str | None:
+    lines = [line.strip() for line in _tail(log).splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,217 @@
+"""What the commands do, in order: load, plan, check, claim a folder, start, judge."""
+
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from configs.errors import EXIT_DONE, ConfigError
+from configs.loader import LoadedConfig, load_config
+from configs.run_dir import AttemptDir, RunDir
+from configs.schema import RunConfig
+from launch import preflight, run_folder
+from launch.backends import JOIN_TIMEOUT_S
+from launch.follow import say, shown
+from launch.options import ROOT, Options, parse_nodes, parse_nproc, together
+from launch.plan import LaunchPlan, Request, counted, plan_launch
+from launch.processes import find_process
+from launch.run_folder import NameRequest
+from launch.signals import StopSignals
+from launch.topology import Topology, detect_topology, find_torch_version
+
+PLACEHOLDER = Path("/tmp/lockstep-XXXXXXXX")  # noqa: S108 - shown by `plan`, never opened
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything known before a folder is claimed."""
+
+    loaded: LoadedConfig
+    topology: Topology
+    request: Request
+    plan: LaunchPlan
+
+
+def train(config: Path, options: Options) -> int:
+    """Start a run, or go on with the one that --run-name names."""
+    naming = NameRequest(config.stem, options.name, options.fresh)
+    return _start(_plan_training(lambda: load_config(config, options.overrides), naming, options), naming, options)
+
+
+def resume(name: str, options: Options) -> int:
+    """Go on with a run by its own settings and, if not told otherwise, as many processes as the last time."""
+    run, options, naming = _resumed(name, options)
+    return _start(_plan_training(lambda: load_config(run.config, options.overrides), naming, options), naming, options)
+
+
+def show_plan(config: Path, options: Options, *, probe: bool = False) -> int:
+    """Print what `train` would do; nothing is written."""
+    naming = NameRequest(config.stem, options.name, options.fresh)
+    return _show(_plan_training(lambda: load_config(config, options.overrides), naming, options), options, probe=probe)
+
+
+def evaluate(name: str, checkpoint: str, options: Options) -> int:
+    """Evaluate a checkpoint of a run. Takes no lock: a run that goes on is not disturbed."""
+    run = run_folder.find_run(options.runs, name)
+    loaded, nproc = together(lambda: load_config(run.config, options.overrides), lambda: parse_nproc(options.nproc))
+    if not run_folder.newest_checkpoint(run) and not run.weights.exists():
+        raise ConfigError(f"run {run.name!r} has no checkpoint yet, so there is nothing to evaluate")
+    request = dataclasses.replace(_request(run.name, "eval-", nproc, options), mode="eval", checkpoint=checkpoint)
+    job = _job(loaded, request, options)
+    preflight.check_torch(find_torch_version())
+    preflight.check_disk(options.cwd / options.runs)
+    run = RunDir(options.cwd / run.path)
+    return _attempt(job, run, run_folder.make_attempt(run, prefix="eval-"), options)
+
+
+def _resumed(name: str, options: Options) -> tuple[RunDir, Options, NameRequest]:
+    run = run_folder.find_run(options.runs, name)
+    before = run_folder.last_plan(run)
+    launcher = options.launcher or ("accelerate" if before.get("launcher") == "accelerate" else "torchrun")
+    nproc = options.nproc if options.nproc is not None else str(before.get("local_world_size", 1))
+    options = dataclasses.replace(options, launcher=launcher, nproc=nproc, name=run.name)
+    return run, options, NameRequest(run.name, run.name)
+
+
+def _plan_training(load: Callable[[], LoadedConfig], naming: NameRequest, options: Options) -> _Job:
+    """All that is wrong with the config, the name and the options is told at once."""
+    loaded, nproc, name, nodes = together(
+        load,
+        lambda: parse_nproc(options.nproc),
+        lambda: run_folder.choose_name(options.runs, naming),
+        lambda: parse_nodes(options),
+    )
+    request = dataclasses.replace(_request(name, "", nproc, options), nodes=nodes)
+    if nodes:
+        request = dataclasses.replace(request, interface=preflight.interface_of(nodes.local_addr))
+    return _job(loaded, request, options)
+
+
+def _request(name: str, prefix: str, nproc: int | Literal["auto"], options: Options) -> Request:
+    run = RunDir(options.cwd / options.runs / name)
+    return Request(
+        run_name=name,
+        attempt=run.attempt(run_folder.next_label(run, prefix=prefix, node_rank=options.node_rank)),
+        meeting=PLACEHOLDER,
+        python=options.python,
+        root=ROOT,
+        cwd=options.cwd,
+        environ=options.environ,
+        nproc=nproc,
+        launcher=options.launcher or "torchrun",
+        terminal=_terminal(),
+        worker=options.worker,
+    )
+
+
+def _terminal() -> str | None:
+    try:
+        return os.ttyname(1)
+    except OSError:
+        return None
+
+
+def _job(loaded: LoadedConfig, request: Request, options: Options) -> _Job:
+    topology = detect_topology(options.environ)
+    return _Job(loaded, topology, request, plan_launch(loaded.config, topology, request))
+
+
+def _show(job: _Job, options: Options, *, probe: bool) -> int:
+    from launch.render import render_plan
+
+    run = RunDir(job.request.attempt.path.parent.parent)
+    run_folder.check_settings(run, job.loaded.config, allow_changes=options.allow_changes)
+    measured = _probe(job, options) if probe else None
+    note = " (goes on)" if run.config.is_file() else " (new)"
+    say(render_plan(job.plan, job.topology, job.loaded.origins, measured, note))
+    return EXIT_DONE
+
+
+def _probe(job: _Job, options: Options) -> dict[str, Any]:
+    from launch.probe import probe
+
+    preflight.check_torch(find_torch_version())
+    return probe(job.plan, options.environ, options.worker)
+
+
+def _start(job: _Job, naming: NameRequest, options: Options) -> int:
+    """Check the machine, claim the folder, and run one attempt in it."""
+    preflight.check_torch(find_torch_version())
+    preflight.check_disk(options.cwd / options.runs)
+    if job.request.nodes and job.plan.worker.launcher == "torchrun":
+        preflight.check_rendezvous(job.request.nodes)
+    node_rank = options.node_rank
+    run = run_folder.claim_name(options.cwd / options.runs, naming)
+    with run_folder.locked(run, node_rank):
+        changed = run_folder.check_settings(run, job.loaded.config, allow_changes=options.allow_changes)
+        result = run_folder.finished_result(run)
+        if result is not None and not changed:
+            _say_finished(run, job.loaded.config, result, options)
+            return EXIT_DONE
+        attempt = run_folder.make_attempt(run, node_rank=node_rank)
+        run_folder.record_settings(run, attempt, job.loaded.config, changed=bool(changed))
+        return _attempt(job, run, attempt, options)
+
+
+def _attempt(job: _Job, run: RunDir, attempt: AttemptDir, options: Options) -> int:
+    """From here on the folder is ours: write the plan, prepare the data, start the ranks, say how it ended."""
+    meeting = _meeting_folder()
+    try:
+        request = dataclasses.replace(job.request, run_name=run.name, attempt=attempt, meeting=meeting)
+        plan = plan_launch(job.loaded.config, job.topology, request)
+        for name, text in plan.files.items():
+            (attempt.path / name).write_text(text, encoding="utf-8")
+        plan.worker.save(attempt.plan, command=plan.argv, environment=plan.environment, node_rank=plan.node_rank)
+        _announce(plan, run, options.endpoint)
+        if preflight.data_missing(plan.config, plan.cwd):
+            code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
+            if code != EXIT_DONE:
+                return code
+        return _run(plan, run, options)
+    finally:
+        shutil.rmtree(meeting, ignore_errors=True)
+
+
+def _meeting_folder() -> Path:
+    """A fresh folder for the files through which the ranks meet; those of launchers that were killed are removed."""
+    for left in Path(tempfile.gettempdir()).glob("lockstep-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdigit() and find_process(int(owner)) is None:
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-"))
+
+
+def _run(plan: LaunchPlan, run: RunDir, options: Options) -> int:
+    from launch.report import conclude
+    from launch.supervise import run_attempt
+
+    signals = StopSignals()
+    with signals.noted():
+        ending = run_attempt(plan, options.environ, signals)
+        again = options.resume_command(run.name) if plan.nnodes == 1 else "the same command on every node"
+        verdict = conclude(plan, ending, again)
+        for line in verdict.lines:
+            say(line, to_stderr=verdict.to_stderr)
+    return verdict.exit_code
+
+
+def _announce(plan: LaunchPlan, run: RunDir, endpoint: str | None) -> None:
+    say(f"{plan.device_line}; {counted(plan.worker.threads_per_rank, 'thread')} each ({plan.threads_note})")
+    say(f"run {run.name} in {shown(run.path, plan.cwd)}, attempt {plan.attempt.path.name}")
+    for warning in plan.warnings:
+        say(f"note: {warning}")
+    if plan.nnodes > 1:
+        say(f"node {plan.node_rank} of {plan.nnodes}: waiting for the others at {endpoint}, up to {JOIN_TIMEOUT_S} s")
+        say("progress shows on the node that gets rank 0")
+
+
+def _say_finished(run: RunDir, config: RunConfig, result: Mapping[str, Any], options: Options) -> None:
+    from launch.runs_table import describe_result
+
+    more = f"max_epochs={config.max_epochs * 2}" if config.max_epochs else f"max_steps={(config.max_steps or 1) * 2}"
+    say(f"run {run.name} is finished: {describe_result(result)}")
+    say(f"to extend it: {options.resume_command(run.name, f'{more} --allow-changes')}")

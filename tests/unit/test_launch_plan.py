@@ -1,0 +1,198 @@
+"""plan_launch is pure: machines, requests and what comes of them, in tables."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import ConfigError, EnvironmentProblem
+from configs.run_dir import RunDir
+from configs.schema import RunConfig
+from launch.backends import Rendezvous
+from launch.plan import LaunchPlan, Request, plan_launch
+from launch.render import render_plan
+from launch.topology import Topology
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CPU = Topology(
+    cores=8, memory_bytes=16 * 2**30, num_gpus=0, gpu_reason="no driver", torch_cuda_build="13.0", has_amx=True,
+    shm_bytes=2**30, hostname="box",
+)  # fmt: skip
+GPU = dataclasses.replace(CPU, num_gpus=2, gpu_reason=None, cuda_visible_devices="0,1")
+MAC = dataclasses.replace(CPU, system="Darwin", has_mps=True, has_amx=False)
+REQUEST = Request(
+    run_name="demo-001",
+    attempt=RunDir(Path("/home/me/runs/demo-001")).attempt("001"),
+    meeting=Path("/tmp/lockstep-XXXXXXXX"),
+    python="/venv/bin/python",
+    root=Path("/opt/lockstep"),
+    cwd=Path("/home/me"),
+)
+
+
+def config(**settings: Any) -> RunConfig:
+    return RunConfig.model_validate({"max_epochs": 5, "global_batch_size": 256} | settings)
+
+
+def planned(topology: Topology, settings: dict[str, Any] | None = None, **request: Any) -> LaunchPlan:
+    return plan_launch(config(**(settings or {})), topology, dataclasses.replace(REQUEST, **request))
+
+
+@pytest.mark.parametrize(
+    ("topology", "device", "nproc", "expected"),
+    [
+        (CPU, "auto", 1, ("cpu", 1, "direct")),
+        (CPU, "auto", 4, ("cpu", 4, "torchrun")),
+        (CPU, "auto", "auto", ("cpu", 1, "direct")),
+        (GPU, "auto", 1, ("cuda", 1, "direct")),
+        (GPU, "auto", "auto", ("cuda", 2, "torchrun")),
+        (GPU, "cpu", 4, ("cpu", 4, "torchrun")),
+        (GPU, "cpu", "auto", ("cpu", 1, "direct")),
+        (MAC, "auto", 1, ("mps", 1, "direct")),
+        (MAC, "auto", 2, ("cpu", 2, "torchrun")),
+    ],
+)
+def test_device_processes_and_backend(
+    topology: Topology, device: str, nproc: Any, expected: tuple[str, int, str]
+) -> None:
+    worker = planned(topology, {"device": device}, nproc=nproc).worker
+    assert (worker.device, worker.world_size, worker.launcher) == expected
+
+
+@pytest.mark.parametrize(
+    ("topology", "settings", "request_", "kind", "text"),
+    [
+        (
+            GPU,
+            {},
+            {"nproc": 4},
+            EnvironmentProblem,
+            r"asked for 4 processes, 2 GPUs visible \(CUDA_VISIBLE_DEVICES=0,1\); use NGPU=2",
+        ),
+        (CPU, {"device": "cuda"}, {}, EnvironmentProblem, "device=cuda, but torch sees no GPU: no driver"),
+        (CPU, {"device": "mps"}, {}, EnvironmentProblem, "Apple silicon"),
+        (MAC, {"device": "mps"}, {"nproc": 2}, ConfigError, "one process, not 2"),
+        (CPU, {}, {"nproc": 2, "launcher": "accelerate"}, ConfigError, "Accelerate 1.15 starts one process"),
+        (CPU, {"sync_batchnorm": True}, {}, ConfigError, "sync_batchnorm"),
+        (CPU, {"global_batch_size": 3}, {"nproc": 4}, ConfigError, "global_batch_size=3 is smaller"),
+    ],
+)
+def test_refuses_with_the_numbers_and_the_fix(
+    topology: Topology, settings: dict[str, Any], request_: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        planned(topology, settings, **request_)
+
+
+def test_tells_all_that_does_not_fit_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        planned(CPU, {"sync_batchnorm": True, "global_batch_size": 3}, nproc=4, launcher="accelerate")
+    assert len(caught.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "nproc", "threads", "note"),
+    [
+        ({}, {}, 1, 8, "8 cores / 1 process"),
+        ({}, {}, 3, 2, "8 cores / 3 processes"),
+        ({}, {}, 16, 1, "8 cores / 16 processes"),
+        ({"data": {"residency": "stream", "num_workers": 3}}, {}, 2, 1, "8 cores / 2 processes - 3 loader workers"),
+        ({}, {"OMP_NUM_THREADS": "5"}, 2, 5, "OMP_NUM_THREADS of your environment"),
+        ({}, {"OMP_NUM_THREADS": "junk"}, 2, 4, "8 cores / 2 processes"),
+        ({"launch": {"num_threads": 3}}, {"OMP_NUM_THREADS": "5"}, 2, 3, "launch.num_threads"),
+    ],
+)
+def test_threads(settings: dict[str, Any], environ: dict[str, str], nproc: int, threads: int, note: str) -> None:
+    plan = planned(CPU, settings, nproc=nproc, environ=environ)
+    assert (plan.worker.threads_per_rank, plan.threads_note) == (threads, note)
+    assert plan.environment["OMP_NUM_THREADS"] == str(threads)
+
+
+def test_stray_variables_never_reach_the_ranks() -> None:
+    stray = [
+        "RANK",
+        "WORLD_SIZE",
+        "MASTER_PORT",
+        "ACCELERATE_USE_FSDP",
+        "TORCHELASTIC_RUN_ID",
+        "PET_NNODES",
+        "FSDP_VERSION",
+        "PMI_RANK",
+    ]
+    environ = dict.fromkeys(stray, "7") | {"HOME": "/home/me", "PYTHONPATH": "/mine", "CUDA_VISIBLE_DEVICES": "0,1"}
+    plan = planned(CPU, nproc=2, environ=environ)
+    child = plan.child_environ(environ)
+    assert not set(stray) & set(child)
+    assert plan.removed == sorted(stray)
+    assert child["HOME"] == "/home/me"
+    assert child["PYTHONPATH"] == "/opt/lockstep:/home/me:/mine"
+
+
+def test_one_node_needs_no_port_and_stays_on_loopback() -> None:
+    plan = planned(CPU, nproc=2)
+    assert "store_type=file" in plan.argv
+    assert plan.worker.store == "/tmp/lockstep-XXXXXXXX/ranks"
+    assert plan.environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert not any(re.search(r":\d+", argument) for argument in plan.argv)
+
+
+@pytest.mark.parametrize(("node_rank", "is_host"), [(0, "true"), (1, "false")])
+def test_several_nodes_meet_at_the_endpoint(node_rank: int, is_host: str) -> None:
+    nodes = Rendezvous(2, node_rank, "node0:29400", "10.0.0.7")
+    plan = planned(CPU, nproc=4, nodes=nodes, interface="eth0")
+    assert plan.worker.world_size == 8
+    assert plan.worker.local_world_size == 4
+    assert plan.worker.store is None
+    assert plan.environment["GLOO_SOCKET_IFNAME"] == "eth0"
+    command = " ".join(plan.argv)
+    assert "--rdzv-endpoint node0:29400 --local-addr 10.0.0.7" in command
+    assert f"is_host={is_host}" in command
+
+
+def test_accelerate_gets_a_file_of_ours_and_no_fixed_port() -> None:
+    plan = planned(GPU, nproc=2, launcher="accelerate")
+    assert f"--config_file {plan.attempt.path / 'accelerate.yaml'}" in " ".join(plan.argv)
+    assert "main_process_port: 0" in plan.files["accelerate.yaml"]
+    assert "MULTI_GPU" in plan.files["accelerate.yaml"]
+
+
+def test_cpu_on_a_gpu_machine_hides_the_gpus() -> None:
+    assert planned(GPU, {"device": "cpu"}).environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert "CUDA_VISIBLE_DEVICES" not in planned(GPU).environment
+
+
+def test_planning_writes_nothing(tmp_path: Path) -> None:
+    planned(CPU, nproc=2, attempt=RunDir(tmp_path / "runs/x").attempt("001"), cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rendered_plan_is_the_golden_one() -> None:
+    settings = {
+        "schedule": {"name": "cosine", "warmup_steps": 100},
+        "optim": {"name": "adamw", "lr": 0.002},
+        "model": {"args": {"width": 64}},
+    }
+    origins = {"max_epochs": "configs/demo.yaml:1", "optim.lr": "command line", "model.args": "configs/demo.yaml:9"}
+    plan = planned(CPU, settings, nproc=3, environ={"RANK": "3"})
+    golden = GOLDEN / "plan-3-cpu.txt"
+    text = render_plan(plan, CPU, origins, None, " (new)") + "\n"
+    assert golden.is_file(), f"{golden} is missing; if this is intended, write it: {text}"
+    assert text == golden.read_text(), f"if the change is intended, put this into {golden}:\n{text}"
+
+
+def test_what_needs_torch_is_unknown_until_probed() -> None:
+    plan = planned(CPU, {"data": {"name": "mine:data", "num_classes": 3}})
+    assert render_plan(plan, CPU, {}).count("unknown (use plan --probe)") == 3
+    probe = {
+        "parameters": 1234,
+        "checkpoint_bytes": 2**20,
+        "step_ms": 1.5,
+        "peak_memory_bytes": 2**20,
+        "num_train": 512,
+        "num_eval": 9,
+    }
+    text = render_plan(plan, CPU, {}, probe)
+    assert "1,234" in text
+    assert "2 per epoch x 5 epochs = 10" in text

@@ -1,0 +1,191 @@
+"""The last words on the screen, from fabricated outcome files."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.contract import Outcome, WorkerPlan
+from configs.run_dir import RunDir
+from configs.schema import RunConfig
+from launch.plan import LaunchPlan
+from launch.report import Verdict, conclude, signal_words
+from launch.supervise import Ending
+
+RESUME = "make resume RUN=demo"
+
+
+def plan_of(tmp_path: Path, world_size: int) -> LaunchPlan:
+    attempt = RunDir(tmp_path / "runs/demo").attempt("001")
+    attempt.logs.mkdir(parents=True)
+    worker = WorkerPlan(
+        mode="train",
+        config=RunConfig(max_epochs=1, global_batch_size=8),
+        launcher="direct" if world_size == 1 else "torchrun",
+        device="cpu",
+        world_size=world_size,
+        local_world_size=world_size,
+        threads_per_rank=1,
+    )
+    for rank in range(world_size):
+        attempt.pid(rank).write_text(str(4242 + rank))
+    return LaunchPlan(worker, "", "", 1, 0, [], {}, [], {}, attempt, tmp_path, [])
+
+
+def outcome(plan: LaunchPlan, rank: int, status: Any, time: float = 1.0, **fields: Any) -> None:
+    Outcome(rank=rank, status=status, time=time, **fields).save(plan.attempt.outcome(rank))
+
+
+def judged(plan: LaunchPlan, code: int = 1, **ending: Any) -> Verdict:
+    return conclude(plan, Ending(code, **ending), RESUME)
+
+
+def test_all_done_says_nothing(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    for rank in range(2):
+        outcome(plan, rank, "done")
+    assert judged(plan, 0, signal="SIGTERM") == Verdict(0, [], to_stderr=False)
+
+
+def test_the_cause_is_told_and_not_its_victim(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    outcome(plan, 0, "failed", 1.0, exit_code=1, step=3, epoch=0, kind="peer", message="connection closed")
+    outcome(
+        plan,
+        1,
+        "failed",
+        2.0,
+        exit_code=1,
+        step=3,
+        epoch=0,
+        kind="ValueError",
+        message="boom-731",
+        where="tests/x.py:57",
+    )
+    assert judged(plan).exit_code == 1
+    assert judged(plan).lines == [
+        "FAILED: rank 1 of 2 (pid 4243) at epoch 0 step 3: ValueError: boom-731 (tests/x.py:57)",
+        "rank 0 stopped because of it",
+        "log: runs/demo/attempts/001/logs/rank1.log",
+    ]
+
+
+def test_only_the_first_of_several_failures_is_told(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 3)
+    for rank, time in ((0, 5.0), (1, 3.0), (2, 4.0)):
+        outcome(plan, rank, "failed", time, exit_code=2, kind="checkpoint error", message="another architecture")
+    assert judged(plan) == Verdict(2, ["checkpoint error: another architecture"])
+
+
+def test_a_checkpoint_to_go_on_from_is_the_hint(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    for name in ("step_00000009", "step_00000120", ".tmp_step_00000200", "best_step_00000300"):
+        (tmp_path / "runs/demo/checkpoints" / name).mkdir(parents=True)
+    outcome(plan, 0, "failed", exit_code=3, kind="environment error", message="disk full", step=125, epoch=1)
+    assert judged(plan).exit_code == 3
+    assert judged(plan).lines[0] == "environment error: disk full (rank 0 of 1 at epoch 1 step 125)"
+    assert judged(plan).lines[-1] == f"hint: go on from step_00000120 with: {RESUME}"
+
+
+def test_out_of_memory_has_its_own_hint(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    outcome(plan, 0, "failed", exit_code=1, kind="OutOfMemoryError", message="CUDA out of memory. Tried to ...")
+    hints = [line for line in judged(plan).lines if line.startswith("hint: ")]
+    assert len(hints) == 1
+    assert "max_per_device_batch_size" in hints[0]
+
+
+AGENT_FIRST_LINE = "E1130 api.py:1002] failed (exitcode: {code}) local_rank: 1 (pid: 4243) of binary: python\n"
+AGENT_SUMMARY = (
+    "[1]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : -15 (pid: 4242)\n[0]:\n  exitcode  : {code} (pid: 4243)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "words"),
+    [
+        (AGENT_FIRST_LINE, -9, "killed by SIGKILL (out of memory?)"),
+        (AGENT_SUMMARY, -7, "killed by SIGBUS (/dev/shm too small?)"),
+        (AGENT_SUMMARY, 7, "exit code 7"),
+    ],
+)
+def test_a_rank_that_died_without_a_word(tmp_path: Path, report: str, code: int, words: str) -> None:
+    plan = plan_of(tmp_path, 2)
+    plan.attempt.agent_log.write_text(report.format(code=code))
+    outcome(plan, 0, "failed", exit_code=1, kind="peer", message="connection closed")
+    assert judged(plan, died=(1,)).lines[0] == f"FAILED: rank 1 of 2 (pid 4243): {words}"
+    assert "connection closed" not in "\n".join(judged(plan, died=(1,)).lines)
+
+
+def test_of_several_dead_ranks_the_one_that_torchrun_ended_is_not_the_cause(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    plan.attempt.agent_log.write_text(AGENT_SUMMARY.format(code=-11))
+    assert judged(plan, died=(0, 1)).lines[0].startswith("FAILED: rank 1 of 2 (pid 4243): killed by SIGSEGV")
+
+
+def test_the_error_in_the_log_of_a_dead_rank_is_shown(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    plan.attempt.rank_log(0).write_text("step 1\nTraceback ...\nModuleNotFoundError: No module named 'nothing'\nbye\n")
+    lines = judged(plan, 1, died=(0,)).lines
+    assert lines[0] == "FAILED: rank 0 of 1 (pid 4242): exit code 1"
+    assert lines[1] == "its last line: ModuleNotFoundError: No module named 'nothing'"
+
+
+def test_a_silent_rank_that_we_killed_is_not_called_out_of_memory(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    outcome(
+        plan,
+        0,
+        "failed",
+        exit_code=1,
+        step=3,
+        epoch=0,
+        kind="peer",
+        message="rank 1 did not arrive at step 3 within 10 s",
+    )
+    line = judged(plan, -9, killed="failure").lines[0]
+    assert line == "FAILED: rank 0 of 2 (pid 4242) at epoch 0 step 3: rank 1 did not arrive at step 3 within 10 s"
+
+
+def test_torchrun_that_never_started_a_rank(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    for rank in range(2):
+        plan.attempt.pid(rank).unlink()
+    plan.attempt.agent_log.write_text("Traceback\nModuleNotFoundError: No module named 'torch'\n")
+    lines = judged(plan, 1).lines
+    assert lines[0] == "FAILED: torchrun ended before any rank had started: exit code 1"
+    assert "No module named 'torch'" in lines[1]
+    several = dataclasses.replace(plan, nnodes=2)
+    assert conclude(several, Ending(1), RESUME).lines[-1].startswith("hint: this was node 0 of 2")
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
+def test_a_clean_stop(tmp_path: Path, signal: str, code: int) -> None:
+    plan = plan_of(tmp_path, 2)
+    for rank in range(2):
+        outcome(plan, rank, "stopped", step=41, signal=signal, checkpoint="step_00000041")
+    line = f"stopped by {signal} at step 41; checkpoint step_00000041; go on with: {RESUME}"
+    assert judged(plan, 0) == Verdict(code, [line], to_stderr=False)
+
+
+def test_a_stop_that_took_too_long(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    outcome(plan, 0, "stopped", step=41, signal="SIGTERM")
+    verdict = judged(plan, -9, signal="SIGTERM", killed="grace")
+    assert verdict.exit_code == 75
+    assert "not done after 30 s" in verdict.lines[0]
+    forced = judged(plan, -9, signal="SIGTERM", killed="second Ctrl-C")
+    assert forced.exit_code == 130
+
+
+def test_a_save_that_fails_while_stopping_is_a_failure(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    outcome(plan, 0, "failed", exit_code=3, kind="environment error", message="disk full", step=4, epoch=0)
+    assert judged(plan, 3, signal="SIGTERM").exit_code == 3
+
+
+def test_signal_words() -> None:
+    assert signal_words(7) == "exit code 7"
+    assert signal_words(-15) == "killed by SIGTERM"
+    assert signal_words(-99) == "killed by signal 99"

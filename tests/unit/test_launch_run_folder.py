@@ -1,0 +1,148 @@
+"""Names, locks and the decision whether a run may go on."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from configs.errors import ConfigError, EnvironmentProblem
+from configs.loader import dump_config, load_config
+from configs.run_dir import RunDir
+from configs.schema import RunConfig
+from launch import run_folder
+from launch.run_folder import NameRequest
+from launch.runs_table import render_runs
+
+CONFIG = RunConfig(max_epochs=2, global_batch_size=8)
+
+
+def started(runs: Path, name: str, config: RunConfig = CONFIG) -> RunDir:
+    run = RunDir(runs / name)
+    run.path.mkdir(parents=True)
+    run.config.write_text(dump_config(config))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("existing", "request_", "expected"),
+    [
+        ([], NameRequest("mnist"), "mnist-001"),
+        (["mnist-001", "mnist-007", "mnist-x", "other-099"], NameRequest("mnist"), "mnist-008"),
+        (["mnist-999"], NameRequest("mnist"), "mnist-1000"),
+        ([], NameRequest("my config (2)"), "my-config--2--001"),
+        ([], NameRequest("mnist", "a"), "a"),
+        (["a"], NameRequest("mnist", "a"), "a"),
+        ([], NameRequest("mnist", "a", fresh=True), "a"),
+        (["a"], NameRequest("mnist", "a", fresh=True), "a-2"),
+        (["a", "a-2", "a-5"], NameRequest("mnist", "a", fresh=True), "a-6"),
+    ],
+)
+def test_names(tmp_path: Path, existing: list[str], request_: NameRequest, expected: str) -> None:
+    for name in existing:
+        (tmp_path / name).mkdir()
+    assert run_folder.choose_name(tmp_path, request_) == expected
+    assert run_folder.claim_name(tmp_path, request_).name == expected
+    assert (tmp_path / expected).is_dir()
+
+
+@pytest.mark.parametrize("name", ["../x", "a/b", "", ".hidden", "a b", "-x"])
+def test_a_name_cannot_leave_the_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="not usable"):
+        run_folder.choose_name(tmp_path, NameRequest("mnist", name))
+
+
+def test_a_claimed_name_is_nobody_elses(tmp_path: Path) -> None:
+    names = [run_folder.claim_name(tmp_path, NameRequest("mnist")).name for _ in range(3)]
+    assert names == ["mnist-001", "mnist-002", "mnist-003"]
+
+
+def test_a_file_in_the_way_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("")
+    with pytest.raises(EnvironmentProblem, match="is a file"):
+        run_folder.claim_name(tmp_path, NameRequest("mnist", "a"))
+
+
+def test_the_lock_keeps_a_second_launch_out_and_names_the_first(tmp_path: Path) -> None:
+    run = started(tmp_path, "a")
+    with run_folder.locked(run):
+        assert run_folder.is_running(run)
+        with (
+            pytest.raises(ConfigError, match=rf"in use by another launch \(pid {os.getpid()}\)"),
+            run_folder.locked(run),
+        ):
+            pass
+        with run_folder.locked(run, node_rank=1):
+            pass
+    assert not run_folder.is_running(run)
+    with run_folder.locked(run):
+        pass
+
+
+def test_changed_settings_are_listed_and_need_leave(tmp_path: Path) -> None:
+    run = started(tmp_path, "a")
+    changed = RunConfig.model_validate({"max_epochs": 3, "global_batch_size": 8, "optim": {"lr": 0.2}})
+    with pytest.raises(ConfigError, match=r"(?s)max_epochs: 2 -> 3.*lr: 0.1 -> 0.2.*--allow-changes"):
+        run_folder.check_settings(run, changed, allow_changes=False)
+    assert len(run_folder.check_settings(run, changed, allow_changes=True)) == 2
+    free = RunConfig.model_validate({"max_epochs": 2, "global_batch_size": 8, "log": {"every_steps": 1}})
+    assert run_folder.check_settings(run, free, allow_changes=False) == []
+
+
+def test_the_config_is_written_once_and_a_changed_run_is_finished_no_more(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    attempt = run_folder.make_attempt(run)
+    run_folder.record_settings(run, attempt, CONFIG, changed=False)
+    first = run.config.read_text()
+    longer = RunConfig(max_epochs=9, global_batch_size=8)
+    run_folder.record_settings(run, attempt, longer, changed=False)
+    assert run.config.read_text() == first
+    run.result.write_text(json.dumps({"status": "finished"}))
+    assert run_folder.finished_result(run)
+    run_folder.record_settings(run, attempt, longer, changed=True)
+    assert load_config(run.config).config == longer
+    assert run_folder.finished_result(run) is None
+    assert (attempt.path / "result-before.json").is_file()
+
+
+def test_attempts_are_numbered_by_kind_and_node(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    made = [
+        run_folder.make_attempt(run, prefix=prefix, node_rank=node)
+        for prefix, node in (("", 0), ("", 0), ("", 1), ("eval-", 0), ("", 0))
+    ]
+    assert [attempt.path.name for attempt in made] == ["001", "002", "001-node1", "eval-001", "003"]
+    made[-1].plan.write_text(json.dumps({"local_world_size": 4}))
+    made[3].plan.write_text(json.dumps({"local_world_size": 1}))
+    assert run_folder.last_plan(run)["local_world_size"] == 4
+
+
+def test_an_unknown_run_lists_the_known_ones(tmp_path: Path) -> None:
+    started(tmp_path, "mnist-001")
+    with pytest.raises(ConfigError, match=r"no run 'mnist-002' in .*; there are mnist-001"):
+        run_folder.find_run(tmp_path, "mnist-002")
+    assert run_folder.find_run(tmp_path, f"{tmp_path}/mnist-001").name == "mnist-001"
+
+
+def test_the_table_of_runs_survives_junk(tmp_path: Path) -> None:
+    assert render_runs(tmp_path / "none").startswith("no runs in")
+    done = started(tmp_path, "done-001")
+    done.result.write_text(
+        json.dumps({"status": "finished", "step": 1175, "metrics": {"eval/top1": 0.9945}, "wall_s": 91.234})
+    )
+    junk = started(tmp_path, "junk-001")
+    junk.result.write_text("{not json")
+    attempt = run_folder.make_attempt(junk)
+    attempt.outcome(0).write_text("[]")
+    attempt.outcome(1).write_text('{"rank": 1}')
+    (junk.checkpoints / "step_00000040").mkdir(parents=True)
+    (junk.checkpoints / "step_what").mkdir()
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "empty").mkdir()
+    with run_folder.locked(started(tmp_path, "now-001")):
+        rows = {line.split()[0]: line.split() for line in render_runs(tmp_path).splitlines()}
+    assert rows["done-001"] == ["done-001", "finished", "1175", "99.45", "%", "91.2", "s"]
+    assert rows["junk-001"] == ["junk-001", "killed", "40"]
+    assert rows["now-001"] == ["now-001", "running"]
+    assert rows["empty"] == ["empty", "not", "started"]
+    assert len(rows) == 5

@@ -1,0 +1,225 @@
+"""The watch over the ranks, with ranks and an agent that need no torch: start, stop, failure, nothing left running."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.contract import WorkerPlan
+from configs.run_dir import RunDir
+from configs.schema import RunConfig
+from launch import supervise
+from launch.follow import LogFollower
+from launch.plan import LaunchPlan
+from launch.processes import find_process, is_alive, kill_tree
+from launch.report import conclude
+from launch.signals import StopSignals
+from launch.supervise import Ending, read_pids, run_attempt
+
+# What trainer promises the launcher: own log, handlers, pid file, look for a stop request, outcome.
+RANK = """
+import json, os, signal, sys, time
+from pathlib import Path
+attempt, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+log = os.open(attempt / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+os.dup2(log, 1), os.dup2(log, 2)
+asked = []
+def ask(number, frame):
+    asked.append(signal.Signals(number).name)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, signal.SIG_IGN if what == "deaf" else ask)
+(attempt / f"pid-rank{rank}").write_text(str(os.getpid()))
+if (attempt / "stop.json").exists():
+    asked.append(json.loads((attempt / "stop.json").read_text())["signal"])
+def end(code, **outcome):
+    aside = attempt / f".outcome{rank}"
+    aside.write_text(json.dumps({"rank": rank, "time": time.time(), "exit_code": code, **outcome}))
+    aside.rename(attempt / f"outcome-rank{rank}.json")
+    os._exit(code)
+print(f"hello from rank {rank}", flush=True)
+if what == "kill":
+    os.kill(os.getpid(), 9)
+if what == "raise":
+    end(1, status="failed", step=3, epoch=0, kind="ValueError", message="boom-731")
+if what == "done":
+    end(0, status="done")
+while not asked:
+    time.sleep(0.01)
+end(0, status="stopped", step=41, signal=asked[0], checkpoint="step_00000041")
+"""
+
+# As torchrun's: its ranks are in sessions of their own, and it waits for all of them.
+AGENT = """
+import subprocess, sys
+ranks = [
+    subprocess.Popen([sys.executable, sys.argv[1], sys.argv[2], str(rank), what], start_new_session=True)
+    for rank, what in enumerate(sys.argv[3:])
+]
+sys.exit(1 if any([rank.wait() for rank in ranks]) else 0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(supervise, "AFTER_FAILURE_S", 0.2)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def plan_of(tmp_path: Path, *ranks: str, **launch: Any) -> LaunchPlan:
+    """One rank directly, several below an agent; each does what its word says."""
+    attempt = RunDir(tmp_path / "runs/demo").attempt("001")
+    attempt.logs.mkdir(parents=True)
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "agent.py").write_text(AGENT)
+    command = [str(tmp_path / "agent.py"), str(tmp_path / "rank.py"), str(attempt.path), *ranks]
+    if len(ranks) == 1:
+        command = [str(tmp_path / "rank.py"), str(attempt.path), "0", ranks[0]]
+    worker = WorkerPlan(
+        mode="train",
+        config=RunConfig.model_validate({"max_epochs": 1, "global_batch_size": 8, "launch": launch}),
+        launcher="direct" if len(ranks) == 1 else "torchrun",
+        device="cpu",
+        world_size=len(ranks),
+        local_world_size=len(ranks),
+        threads_per_rank=1,
+    )
+    return LaunchPlan(worker, "", "", 1, 0, [sys.executable, *command], {}, [], {}, attempt, tmp_path, [])
+
+
+class Console(io.BytesIO):
+    """Sends a signal to this process, once as many ranks as `ranks` have a pid file and rank 0 is heard."""
+
+    def __init__(self, plan: LaunchPlan, *numbers: int) -> None:
+        super().__init__()
+        self._plan, self._numbers = plan, numbers
+
+    def write(self, data: Any) -> int:
+        while len(read_pids(self._plan.attempt)) < self._plan.worker.world_size:
+            time.sleep(0.01)
+        for number in self._numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.25)  # two Ctrl-C within 0.2 s count as one
+        return super().write(data)
+
+
+def run(plan: LaunchPlan, out: io.BytesIO | None = None) -> tuple[Ending, list[int]]:
+    """Run the attempt; with it, the pids of ranks that are still alive after it: none."""
+    signals = StopSignals()
+    with signals.noted():
+        ending = run_attempt(plan, os.environ, signals, out=out or io.BytesIO())
+    return ending, [pid for pid in read_pids(plan.attempt).values() if find_process(pid)]
+
+
+@pytest.mark.parametrize("ranks", [("done",), ("done", "done", "done")])
+def test_done(tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    plan, console = plan_of(tmp_path, *ranks), io.BytesIO()
+    ending, left = run(plan, console)
+    assert (ending, left) == (Ending(0), [])
+    assert console.getvalue() == b"hello from rank 0\n"
+    assert conclude(plan, ending, "").exit_code == 0
+
+
+@pytest.mark.parametrize("ranks", [("train",), ("train", "train")])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)])
+def test_a_signal_stops_every_rank_once_and_cleanly(
+    tmp_path: Path, ranks: tuple[str, ...], number: int, code: int
+) -> None:
+    plan = plan_of(tmp_path, *ranks)
+    ending, left = run(plan, Console(plan, number))
+    assert (ending.child_code, ending.killed, left) == (0, None, [])
+    assert ending.signal == signal.Signals(number).name
+    assert json.loads(plan.attempt.stop_request.read_text()) == {"signal": ending.signal}
+    verdict = conclude(plan, ending, "go on")
+    assert verdict.exit_code == code
+    assert verdict.lines == [f"stopped by {ending.signal} at step 41; checkpoint step_00000041; go on with: go on"]
+
+
+def test_a_rank_that_starts_later_finds_the_request(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train")
+    signals = StopSignals()
+    signals.name = "SIGTERM"
+    assert run_attempt(plan, os.environ, signals, out=io.BytesIO()).child_code == 0
+
+
+def test_ranks_that_do_not_stop_in_time_are_killed(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "train", "deaf", grace_s=0.2)
+    ending, left = run(plan, Console(plan, signal.SIGTERM))
+    assert (ending.killed, left) == ("grace", [])
+    assert conclude(plan, ending, "").exit_code == 75
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "deaf", "deaf")
+    ending, left = run(plan, Console(plan, signal.SIGINT, signal.SIGINT))
+    assert (ending.killed, left) == ("second Ctrl-C", [])
+    assert conclude(plan, ending, "").exit_code == 130
+
+
+@pytest.mark.parametrize(("what", "cause"), [("raise", "ValueError: boom-731"), ("kill", "ended without a word")])
+def test_one_failed_rank_ends_the_others(tmp_path: Path, what: str, cause: str) -> None:
+    plan = plan_of(tmp_path, "deaf", what)
+    ending, left = run(plan)
+    assert (ending.killed, left) == ("failure", [])
+    assert ending.died == ((1,) if what == "kill" else ())
+    verdict = conclude(plan, ending, "")
+    assert verdict.exit_code == 1
+    assert verdict.lines[0].startswith("FAILED: rank 1 of 2")
+    assert cause in verdict.lines[0]
+
+
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "deaf")
+    script = textwrap.dedent(f"""
+        import sys; sys.path[:0] = {sys.path!r}
+        from launch.processes import dies_with_parent
+        import subprocess
+        subprocess.Popen({plan.argv!r}, preexec_fn=dies_with_parent(), start_new_session=True).wait()
+    """)
+    with subprocess.Popen([sys.executable, "-c", script]) as launcher:
+        while not (pids := read_pids(plan.attempt)):
+            time.sleep(0.01)
+        rank = find_process(pids[0])
+        assert rank is not None
+        launcher.kill()
+    deadline = time.monotonic() + 60
+    while is_alive(rank) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    gone = not is_alive(rank)
+    kill_tree([rank])
+    assert gone
+
+
+def test_a_tree_is_killed_to_its_leaves(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "deaf", "deaf")
+    with subprocess.Popen(plan.argv) as agent:
+        while len(read_pids(plan.attempt)) < 2:
+            time.sleep(0.01)
+        root = find_process(agent.pid)
+        assert root is not None
+        kill_tree([root])
+    assert not [pid for pid in read_pids(plan.attempt).values() if find_process(pid)]
+
+
+def test_the_follower_copies_lines_once_and_clears_the_bar_on_a_terminal(tmp_path: Path) -> None:
+    log, plain, terminal = tmp_path / "rank0.log", io.BytesIO(), io.BytesIO()
+    followers = [LogFollower(log, plain, on_terminal=False), LogFollower(log, terminal, on_terminal=True)]
+    for text in ("one\ntw", "o\n", "three"):
+        with log.open("a") as file:
+            file.write(text)
+        for follower in followers:
+            follower.poll()
+    for follower in followers:
+        follower.finish()
+    assert plain.getvalue() == b"one\ntwo\nthree\n"
+    assert terminal.getvalue() == b"\r\x1b[Kone\n\r\x1b[Ktwo\n\r\x1b[Kthree\n"
