@@ -1,0 +1,42 @@
+"""The real commands on real GPUs. Everywhere else these tests skip and say why."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
+]
+
+
+def launch(tmp_path: Path, *arguments: str) -> dict[str, object]:
+    command = [sys.executable, "-m", "launch", "train", *arguments, "--run-name", "gpu", "--runs-dir", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result: dict[str, object] = json.loads((tmp_path / "gpu" / "result.json").read_text(encoding="utf-8"))
+    return result
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_mnist_reaches_its_accuracy(tmp_path: Path, precision: str) -> None:
+    result = launch(tmp_path, "configs/mnist.yaml", f"mixed_precision={precision}", "expect.min_top1=0.994")
+    assert result["precision"] == precision
+
+
+def test_auto_is_fp16_on_cuda(tmp_path: Path) -> None:
+    assert launch(tmp_path, "configs/smoke.yaml", "mixed_precision=auto")["precision"] == "fp16"
+
+
+def test_all_gpus_see_the_same_samples_as_one(tmp_path: Path) -> None:
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        pytest.skip("one GPU only")
+    arguments = ("configs/tutorial.yaml", "dtype=float64", "max_epochs=null", "max_steps=100")
+    alone = launch(tmp_path / "1", *arguments)
+    together = launch(tmp_path / "n", *arguments, "--nproc", str(gpus))
+    assert alone["metrics"] == pytest.approx(together["metrics"], rel=1e-9)
