@@ -98,7 +98,8 @@ def lr_at(step: int, config: RunConfig, num_batches_per_epoch: int) -> float:
     if schedule.name in ("cosine", "one_cycle"):
         return _cosine_between(peak, final, min(1.0, (step - warmup) / max(1, total - warmup)))
     if schedule.name == "step":
-        return peak * schedule.step_factor ** (step // max(1, round(schedule.step_every_epochs * num_batches_per_epoch)))
+        every = max(1, round(schedule.step_every_epochs * num_batches_per_epoch))
+        return peak * schedule.step_factor ** (step // every)
     return peak
 
 

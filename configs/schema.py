@@ -90,7 +90,7 @@ class DataConfig(Section):
         default="mnist",
         description="mnist, fashion_mnist, cifar10, cifar100, or module:callable (train: bool) -> Dataset",
     )
-    root: str = Field(default="data", description="folder of the data sets, relative to the project")
+    root: str = Field(default="data", description="folder of the data sets, relative to where the command is run")
     mirror: str | None = Field(
         default=None, description="URL to download the data set's files from, instead of its own site"
     )
@@ -134,19 +134,21 @@ class LossConfig(Section):
     """The loss, a mean over the samples of the global batch."""
 
     name: Literal["cross_entropy", "nll"] = Field(default="cross_entropy", description="nll takes log-probabilities")
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = Field(
+        default=0.0, description="share of the target spread evenly over all classes; in training only"
+    )
 
 
 class OptimConfig(Section):
     """The optimizer."""
 
-    name: Literal["sgd", "adam", "adamw"] = "sgd"
+    name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="sgd, adam or adamw")
     lr: NonNegative = Field(default=0.1, description="peak learning rate; never scaled behind your back")
     momentum: Fraction = Field(default=0.0, description="sgd only")
     nesterov: bool = Field(default=False, description="sgd only, needs momentum > 0")
     betas: PerChannel = Field(default=(0.9, 0.999), description="adam and adamw only")
     eps: Positive = Field(default=1e-8, description="adam and adamw only")
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegative = Field(default=0.0, description="L2 penalty with sgd and adam, decoupled with adamw")
     decay_norm_and_bias: bool = Field(default=False, description="apply weight_decay to norms and biases too")
     max_grad_norm: Positive | None = Field(default=None, description="clip the norm of the whole gradient to this")
     fused: bool | None = Field(default=None, description="one kernel per update; default: where torch has it")
@@ -165,7 +167,9 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate as a pure function of the step (derive.lr_at)."""
 
-    name: Literal["constant", "cosine", "step", "one_cycle"] = "constant"
+    name: Literal["constant", "cosine", "step", "one_cycle"] = Field(
+        default="constant", description="constant, cosine, step or one_cycle, each after the warm-up"
+    )
     warmup_steps: CountOrZero | None = Field(default=None, description="linear warm-up, in steps; or warmup_epochs")
     warmup_epochs: NonNegative | None = Field(default=None, description="linear warm-up, in epochs; or warmup_steps")
     final_lr_fraction: Fraction = Field(default=0.0, description="cosine and one_cycle end at this fraction of lr")
@@ -183,15 +187,18 @@ class EmaConfig(Section):
     """An exponential moving average of the weights, evaluated beside the raw ones."""
 
     half_life_samples: Positive | None = Field(
-        default=None, description="samples after which old weights count half; default: no EMA"
+        default=None,
+        description="samples after which old weights count half, at most a tenth of those seen; default: no EMA",
     )
 
 
 class EvalConfig(Section):
     """Evaluation: each sample of the test split exactly once. It always runs at the end too."""
 
-    every_epochs: Count | None = Field(default=1, description="null = only at the end (or every_steps)")
-    every_steps: Count | None = None
+    every_epochs: Count | None = Field(
+        default=1, description="evaluate after this many epochs; null: only at the end (or every_steps)"
+    )
+    every_steps: Count | None = Field(default=None, description="evaluate after this many updates too")
     mode: Literal["sharded", "rank0"] = Field(
         default="sharded", description="the same result to the last digit either way"
     )
@@ -201,9 +208,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints: complete or absent, verified by hash. One is always written at the end and when stopped."""
 
-    every_steps: Count | None = None
-    every_minutes: Positive | None = None
-    every_epochs: Count | None = 1
+    every_steps: Count | None = Field(default=None, description="save after this many updates")
+    every_minutes: Positive | None = Field(default=None, description="save when the last one is this old")
+    every_epochs: Count | None = Field(default=1, description="save after this many epochs")
     keep: Annotated[int, Field(ge=2), BeforeValidator(_whole)] = Field(
         default=2, description="newest ones to keep, besides the best"
     )
@@ -242,8 +249,10 @@ class LaunchConfig(Section):
 class RunConfig(Section):
     """One run."""
 
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(_whole)] = 0
-    max_epochs: Count | None = None
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(_whole)] = Field(
+        default=0, description="of the initial weights, the order of samples and all other randomness"
+    )
+    max_epochs: Count | None = Field(default=None, description="passes over the training split; or max_steps")
     max_steps: Count | None = Field(default=None, description="completed updates; draws on into further epochs")
     global_batch_size: Count | None = Field(
         default=None, description="samples per update over all ranks and micro-batches"
@@ -255,12 +264,16 @@ class RunConfig(Section):
         default=None, description="a larger share is accumulated in micro-batches"
     )
     drop_last: bool = Field(default=False, description="drop an epoch's last, smaller batch")
-    device: Literal["auto", "cuda", "cpu", "mps"] = "auto"
+    device: Literal["auto", "cuda", "cpu", "mps"] = Field(
+        default="auto", description="auto: cuda where a GPU is visible, mps on a Mac, else cpu"
+    )
     mixed_precision: Precision = Field(
         default="auto", description="auto: fp16 on CUDA, bf16 on a CPU with AMX, else no"
     )
     dtype: Literal["float32", "float64"] = Field(default="float32", description="of the weights; float64 is for proofs")
-    channels_last: bool = False
+    channels_last: bool = Field(
+        default=False, description="memory format of images and weights; faster for most convolution nets"
+    )
     compile: bool = Field(default=False, description="torch.compile the network")
     sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
     init_from: str | None = Field(

@@ -45,12 +45,12 @@ def torchrun_command(
     """One node: the ranks meet through a fresh file, so no port is chosen and nothing listens on the network."""
     options = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--rdzv-conf", "store_type=file"]
     # Without a local address torchrun asks the DNS for this machine's name, which can take seconds.
-    options += ["--rdzv-endpoint", str(meeting), "--local-addr", "127.0.0.1"]
-    return _torchrun(python, worker, options, run_id, grace_s)
+    options += ["--rdzv-endpoint", str(meeting / "agent"), "--local-addr", "127.0.0.1"]
+    return _torchrun(python, worker, options, meeting, run_id, grace_s)
 
 
 def torchrun_nodes_command(
-    python: str, worker: Sequence[str], *, nproc: int, nodes: Rendezvous, run_id: str, grace_s: float
+    python: str, worker: Sequence[str], *, nproc: int, meeting: Path, nodes: Rendezvous, run_id: str, grace_s: float
 ) -> list[str]:
     """Several nodes, through torchrun's c10d rendezvous; node 0 hosts its store, whatever HOST resolves to there."""
     is_host = "true" if nodes.node_rank == 0 else "false"
@@ -58,21 +58,26 @@ def torchrun_nodes_command(
     options = ["--nnodes", str(nodes.nnodes), "--nproc-per-node", str(nproc), "--rdzv-conf", conf]
     options += ["--rdzv-endpoint", nodes.endpoint]
     options += ["--local-addr", nodes.local_addr] if nodes.local_addr else []
-    return _torchrun(python, worker, options, run_id, grace_s)
+    return _torchrun(python, worker, options, meeting, run_id, grace_s)
 
 
-def _torchrun(python: str, worker: Sequence[str], options: list[str], run_id: str, grace_s: float) -> list[str]:
+def _torchrun(
+    python: str, worker: Sequence[str], options: list[str], meeting: Path, run_id: str, grace_s: float
+) -> list[str]:
     common = ["--rdzv-backend", "c10d", "--rdzv-id", run_id, "--max-restarts", "0", "--monitor-interval", "0.1"]
-    common += ["--shutdown-timeout", str(math.ceil(grace_s))]
+    # Its log folder, which stays empty, would else be left in /tmp.
+    common += ["--shutdown-timeout", str(math.ceil(grace_s)), "--log-dir", str(meeting)]
     return [python, "-m", "torch.distributed.run", *options, *common, "-m", *worker]
 
 
-def accelerate_command(python: str, worker: Sequence[str], *, nproc: int, config_file: Path, threads: int) -> list[str]:
+def accelerate_command(
+    python: str, worker: Sequence[str], *, nproc: int, meeting: Path, config_file: Path, threads: int
+) -> list[str]:
     """`accelerate launch` with a configuration file of our own; port 0 lets it choose a free one."""
     command = [python, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
     command += ["--num_processes", str(nproc), "--num_machines", "1", "--machine_rank", "0", "--main_process_port", "0"]
     command += ["--num_cpu_threads_per_process", str(threads), "--max_restarts", "0", "--monitor_interval", "0.1"]
-    return [*command, "--module", *worker]
+    return [*command, "--log_dir", str(meeting), "--module", *worker]
 
 
 def accelerate_config(*, nproc: int, device: str) -> str:

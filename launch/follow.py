@@ -44,7 +44,7 @@ class LogFollower:
         try:
             self._out.write(b"".join(prefix + line + b"\n" for line in lines))
             self._out.flush()
-        except BrokenPipeError:  # `| head` has seen enough; the training goes on, the log has it all
+        except OSError:  # `| head` has seen enough, or the terminal is gone: the training goes on, the log has it all
             self._closed = True
             silence_stdout()
 
@@ -60,7 +60,7 @@ def say(text: str, *, to_stderr: bool = False) -> None:
     """One line of the launcher's own."""
     try:
         print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
-    except BrokenPipeError:
+    except OSError:
         silence_stdout()
 
 

@@ -198,13 +198,15 @@ def _command(worker: WorkerPlan, request: Request) -> list[str]:
             request.python,
             module,
             nproc=worker.local_world_size,
+            meeting=request.meeting,
             config_file=config_file,
             threads=worker.threads_per_rank,
         )
-    common = {"nproc": worker.local_world_size, "run_id": request.run_name, "grace_s": grace_s}
+    common = {"nproc": worker.local_world_size, "meeting": request.meeting}
+    common |= {"run_id": request.run_name, "grace_s": grace_s}
     if request.nodes:
         return backends.torchrun_nodes_command(request.python, module, nodes=request.nodes, **common)  # type: ignore[arg-type]
-    return backends.torchrun_command(request.python, module, meeting=request.meeting / "agent", **common)  # type: ignore[arg-type]
+    return backends.torchrun_command(request.python, module, **common)  # type: ignore[arg-type]
 
 
 def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> dict[str, str]:

@@ -23,14 +23,6 @@ from launch.processes import dies_with_parent
 MIN_FREE_BYTES = 100 * 2**20
 """Two checkpoints of a small network, logs, event files. A checkpoint that does not fit says so itself."""
 
-IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-DATA_FILES = {
-    "mnist": IDX_FILES,
-    "fashion_mnist": IDX_FILES,
-    "cifar10": (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
-    "cifar100": ("train", "test"),
-}
-
 
 def check_torch(torch_version: Path | None) -> None:
     if torch_version is None:
@@ -55,8 +47,7 @@ def data_missing(config: RunConfig, cwd: Path) -> bool:
     known = KNOWN_DATA.get(config.data.name)
     if known is None:
         return False
-    folder = cwd / config.data.root / known.folder
-    return not all((folder / name).is_file() for name in DATA_FILES[config.data.name])
+    return not known.is_complete(cwd / config.data.root)
 
 
 def prepare_data(plan: LaunchPlan, environ: Mapping[str, str], module: str) -> int:

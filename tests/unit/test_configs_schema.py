@@ -1,11 +1,13 @@
 """The schema itself: defaults, strictness, rules between knobs, and the names that other code relies on."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from configs import reference
 from configs.contract import WorkerPlan
 from configs.schema import (
     AT_MOST_ONE_OF,
@@ -137,3 +139,13 @@ def test_a_config_survives_json_as_the_launcher_sends_it() -> None:
 )
 def test_did_you_mean(word: str, text: str) -> None:
     assert did_you_mean(word, ["sgd", "adam", "adamw"]) == text
+
+
+def test_the_reference_page_is_what_the_schema_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == reference.page() + "\n", "run: python -m configs.reference > docs/configuration.md"
+
+
+def test_every_knob_is_explained() -> None:
+    unexplained = [key for key, section in KNOBS.items() if not section.model_fields[key.split(".")[-1]].description]
+    assert unexplained == []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import EnvironmentProblem, LockstepError
+from configs.known_data import KNOWN_DATA
 from configs.schema import RunConfig
 from launch import cli, preflight
 from launch.backends import Rendezvous
@@ -127,7 +128,7 @@ def test_data_is_missing_until_all_its_files_are_there(tmp_path: Path) -> None:
     config = RunConfig(max_epochs=1, global_batch_size=8)
     folder = tmp_path / "data/MNIST/raw"
     folder.mkdir(parents=True)
-    for name in preflight.IDX_FILES:
+    for name in KNOWN_DATA["mnist"].files:
         assert preflight.data_missing(config, tmp_path)
         (folder / name).write_text("")
     assert not preflight.data_missing(config, tmp_path)
