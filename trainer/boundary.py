@@ -73,11 +73,9 @@ def log_point(job: Job) -> None:
 
 
 def evaluate_now(job: Job) -> bool:
-    """Evaluate the weights and, where there is one, their EMA. Returns whether this is the best so far."""
+    """Evaluate, show and log. Returns whether this is the best so far."""
     state = job.state
-    job.evaluations = {"": job.evaluator.evaluate(job.context, averaged_tensors(job.model))}
-    if job.ema is not None:
-        job.evaluations["ema_"] = job.evaluator.evaluate(job.context, job.ema.tensors)
+    evaluate(job)
     metrics: dict[str, float] = {}
     for prefix, result in job.evaluations.items():
         metrics |= result.metrics(prefix)
@@ -88,3 +86,10 @@ def evaluate_now(job: Job) -> bool:
         return False
     state.best_top1, state.best_step = judged, state.step
     return True
+
+
+def evaluate(job: Job) -> None:
+    """Evaluate the weights and, where there is one, their EMA: the one that is judged comes last."""
+    job.evaluations = {"": job.evaluator.evaluate(job.context, averaged_tensors(job.model))}
+    if job.ema is not None:
+        job.evaluations["ema_"] = job.evaluator.evaluate(job.context, job.ema.tensors)

@@ -29,6 +29,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{8,})")
 _BEST = "best.json"
+_OLD = ".old_"
 
 Tensors = dict[str, Tensor]
 
@@ -69,17 +70,11 @@ def save(context: RunContext, folder: Path, snapshot: Snapshot, keep: int, *, is
     on one."""
     final = folder / step_name(snapshot.step)
     aside = folder / f".tmp_{final.name}"
-    if context.is_rank_zero:
-        _clear_leftovers(folder)
-        aside.mkdir(parents=True)
-    context.gather_objects(None)  # nobody writes before the folder is there
+    context.together(lambda: _open_aside(aside) if context.is_rank_zero else None)
     with _no_half_folder(context, aside):
         context.together(lambda: _write_tensors(aside / f"rank_{context.rank}.safetensors", snapshot.own))
         context.together(lambda: _publish(aside, final, snapshot) if context.is_rank_zero else None)
-    if context.is_rank_zero:
-        if is_best:
-            write_atomically(folder / _BEST, json.dumps({"name": final.name}))
-        _delete_old(folder, keep)
+    context.together(lambda: _tidy(folder, final.name if is_best else None, keep) if context.is_rank_zero else None)
     return final
 
 
@@ -93,9 +88,22 @@ def _no_half_folder(context: RunContext, aside: Path) -> Any:
         raise
 
 
-def _clear_leftovers(folder: Path) -> None:
-    for leftover in folder.glob(".tmp_step_*"):
+def _open_aside(aside: Path) -> None:
+    """Make the folder to write in; what a killed save left behind goes first."""
+    for leftover in aside.parent.glob(".tmp_step_*"):
         shutil.rmtree(leftover)
+    recover(aside.parent)
+    aside.mkdir(parents=True)
+
+
+def recover(folder: Path) -> None:
+    """Finish what a kill cut short while a checkpoint was replaced by one of the same step. By one process only."""
+    for old in folder.glob(f"{_OLD}step_*"):
+        final = folder / old.name.removeprefix(_OLD)
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(final)
 
 
 def _publish(aside: Path, final: Path, snapshot: Snapshot) -> None:
@@ -106,10 +114,13 @@ def _publish(aside: Path, final: Path, snapshot: Snapshot) -> None:
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
     _on_disk(aside / MANIFEST, lambda: (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8"))
     _sync(aside)
-    if final.exists():  # the same step again, after a resume from an older checkpoint
-        shutil.rmtree(final)
+    old = final.with_name(_OLD + final.name)
+    if final.exists():  # the same step again: after a stop that put off what was due, or a resume from an older one
+        final.rename(old)
     aside.rename(final)
     _sync(final.parent)
+    if old.exists():
+        shutil.rmtree(old)
 
 
 def _write_tensors(path: Path, tensors: Tensors) -> None:
@@ -145,6 +156,12 @@ def _sync(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _tidy(folder: Path, best: str | None, keep: int) -> None:
+    if best is not None:
+        write_atomically(folder / _BEST, json.dumps({"name": best}))
+    _delete_old(folder, keep)
 
 
 def _delete_old(folder: Path, keep: int) -> None:

@@ -1,5 +1,6 @@
 """What rank 0 shows: lines on its log, which the launcher copies to the screen, and a bar where there is a terminal."""
 
+import contextlib
 import time
 from typing import IO, Any
 
@@ -38,7 +39,8 @@ class Console:
             self.line(f"step {step}/{total}  epoch {epoch}{loss}")
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self._terminal is not None:
-            self._terminal.close()
+        with contextlib.suppress(OSError):  # the terminal may be gone by now
+            if self._bar is not None:
+                self._bar.close()
+            if self._terminal is not None:
+                self._terminal.close()

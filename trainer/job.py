@@ -76,10 +76,16 @@ class Job:
     agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
     grad_norm: Tensor | None = None
     evaluations: dict[str, EvalResult] = field(default_factory=dict)
+    wall_s_before: float = 0.0
+    """Seconds of earlier attempts up to the checkpoint that this one went on from."""
 
     @cached_property
     def total_steps(self) -> int:
         return total_steps(self.config, self.order.batches_per_epoch)
+
+    def wall_s(self) -> float:
+        """Seconds of the run, start-up since the job was built included, what a crash threw away not."""
+        return self.wall_s_before + time.monotonic() - self.clock.started
 
     def lr(self) -> float:
         return lr_at(self.state.step, self.config, self.order.batches_per_epoch)

@@ -1,5 +1,6 @@
 """The training loop: one step, and stopping. Reads top to bottom; what is due between steps is in boundary.py."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 
@@ -85,17 +86,25 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
 
 def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
-    images = job.preprocess.for_training(images, batch.epoch, ids)
+    images = job.preprocess.for_training(images, batch.epoch, ids.to(images.device))
     if job.config.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     if batch.is_dummy:
         with evaluation_mode(job.module), job.context.autocast():
             output = job.module(images)
     else:
-        with job.context.autocast():
+        with job.context.autocast(), _stance(job, len(images)):
             output = job.module(images)
     logits, signals = output if job.signals is not None else (output, None)
     return job.loss_sum(logits if logits.dtype == torch.float64 else logits.float(), labels), signals
+
+
+def _stance(job: Job, size: int) -> contextlib.AbstractContextManager[object]:
+    """A ragged micro-batch runs uncompiled: compiling for its size would cost more than it saves."""
+    if not job.config.compile or size == job.order.max_micro_batch:
+        return contextlib.nullcontext()
+    eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def update(job: Job, num_samples: int, outcome: HostCopy) -> None:
@@ -147,12 +156,26 @@ def stop_if_bad(job: Job, lr: float) -> None:
         return
     ranks = ", ".join(str(rank) for rank in job.agreed.bad_ranks)
     scale = "" if job.context.scaler is None else f", scale {job.fp16_scale():g}"
-    bad = next((name for name, tensor in job.model.named_parameters() if not bool(tensor.isfinite().all())), None)
+    bad = _first_bad_parameter(job)
     where = f"; first parameter that is not finite: {bad}" if bad else ""
     raise TrainingError(
         f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; "
         "use a lower optim.lr, optim.max_grad_norm, or mixed_precision: bf16 or no"
     )
+
+
+def stop_if_weights_bad(job: Job) -> None:
+    """Raise TrainingError rather than save weights that are not finite. They are equal on all ranks."""
+    if bool(torch.stack([parameter.isfinite().all() for parameter in job.model.parameters()]).all()):
+        return
+    raise TrainingError(
+        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {_first_bad_parameter(job)}; "
+        "they are not saved, the last checkpoint stands; use a lower optim.lr or optim.max_grad_norm"
+    )
+
+
+def _first_bad_parameter(job: Job) -> str | None:
+    return next((name for name, tensor in job.model.named_parameters() if not bool(tensor.isfinite().all())), None)
 
 
 def settle_buckets(job: Job) -> None:

@@ -42,7 +42,7 @@ def _conv(
 ) -> nn.Module:
     """Convolution, BatchNorm, ReLU; `pool` halves the image before the norm, so that the rest works on a quarter."""
     conv = nn.Conv2d(before, after, kernel, stride=stride, padding=padding, bias=False)
-    return nn.Sequential(conv, *([nn.MaxPool2d(2)] if pool else []), nn.BatchNorm2d(after), nn.ReLU())
+    return nn.Sequential(conv, *([nn.MaxPool2d(2)] if pool else []), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
 
 
 class MnistCNN(nn.Module):

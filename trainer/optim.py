@@ -26,7 +26,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device)
     groups = parameter_groups(model, config)
     fused = device.type in ("cpu", "cuda") if config.fused is None else config.fused
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+        if config.momentum:
+            # torch 2.14 makes the buffers in the first update, and its fused kernel leaves them unwritten if that one
+            # overflows. From zero the first update is the same: 0 * momentum + gradient.
+            for parameter in (p for group in sgd.param_groups for p in group["params"]):
+                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return sgd
     adam = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
     return adam(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
 

@@ -40,8 +40,8 @@ def prepare_data(config: DataConfig) -> None:
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / ".lock"):
-        if (root / known.folder).exists():
-            return  # published by rename, so it is whole
+        if known.is_complete(root):
+            return
         with _aside(root) as aside:
             if config.name == "mnist" and config.mirror is None:
                 unpack_mnist(aside / known.folder)

@@ -13,7 +13,7 @@ from configs.errors import CheckpointError, ConfigError
 from trainer import checkpoint
 from trainer.checkpoint import Loaded, Snapshot
 from trainer.job import Job
-from trainer.optim import averaged_tensors, persistent_buffers
+from trainer.optim import persistent_buffers
 from trainer.state import TrainState
 
 _WINDOW = "window"
@@ -33,6 +33,7 @@ def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
         "world_size": job.context.world_size,
         "train_state": job.state.as_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
+        "wall_s": job.wall_s(),
         "grad_norm": None if job.grad_norm is None else float(job.grad_norm),
     }
     return Snapshot(job.state.step, shared, own, state)
@@ -62,6 +63,7 @@ def restore(job: Job, loaded: Loaded, path: Path, facts: dict[str, Any]) -> None
     if job.context.scaler is not None and loaded.state["scaler"] is not None:
         job.context.scaler.load_state_dict(loaded.state["scaler"])
     job.state = TrainState(**loaded.state["train_state"])
+    job.wall_s_before = loaded.state["wall_s"]
     if loaded.state["grad_norm"] is not None:
         job.grad_norm = torch.tensor(loaded.state["grad_norm"])
 
@@ -116,6 +118,7 @@ def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:
     def choose() -> str | None:
         if not context.is_rank_zero:
             return None
+        checkpoint.recover(folder)
         skipped: list[str] = []
         newest = checkpoint.newest_valid(folder, skipped.append)
         for text in skipped:
@@ -168,7 +171,8 @@ def load_for_evaluation(job: Job, folder: Path, which: str, facts: dict[str, Any
 
 def averaged_state(job: Job, evaluated: nn.Module) -> dict[str, Tensor]:
     """The weights for other programs: plain names, statistics averaged, as the evaluator just used them."""
-    names = averaged_tensors(evaluated)
-    return {
-        name: tensor.detach().clone().contiguous() for name, tensor in evaluated.state_dict().items() if name in names
-    } | {name: tensor.clone() for name, tensor in job.model.state_dict().items() if name not in names}
+    live = job.model.state_dict()
+    state = {
+        name: tensor if tensor.is_floating_point() else live[name] for name, tensor in evaluated.state_dict().items()
+    }
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

@@ -20,6 +20,7 @@ from configs.run_dir import AttemptDir, RunDir
 from configs.schema import LossConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
+from trainer.boundary import evaluate
 from trainer.console import Console
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, TensorSplit, as_image_tensor, load_data
@@ -27,7 +28,7 @@ from trainer.data.order import Order
 from trainer.data.source import build_source, choose_residency
 from trainer.evaluate import Evaluator
 from trainer.job import Job
-from trainer.loop import train
+from trainer.loop import stop_if_weights_bad, train
 from trainer.models import build_model
 from trainer.optim import Ema, averaged_tensors, build_optimizer
 from trainer.runtime import RunContext, check_sync_batchnorm
@@ -57,7 +58,6 @@ class Run:
 
     def train(self) -> Ending:
         """Build, resume, train, evaluate, save. Raises LockstepError for what the user should know."""
-        started = time.monotonic()
         context = RunContext(self.plan)
         job, facts, screen = self.build(context)
         last = resume.resume_newest(job, self.run_dir.checkpoints, facts)
@@ -65,27 +65,29 @@ class Run:
             screen.append(f"resume     {last}: epoch {job.state.epoch}, step {job.state.step}")
         for line in screen:
             job.console.line(line)
-        job.tracker = Tracker(self.run_dir, job.state.step) if context.is_rank_zero else NullTracker()
+        job.tracker = Tracker(self.run_dir, job.state.logged_until()) if context.is_rank_zero else NullTracker()
         try:
-            is_finished = self._train(job, facts, started)
+            is_finished = self._train(job, facts)
         finally:
             job.tracker.close()
         context.close()
         return Ending(is_finished, job.state.step, job.state.epoch, checkpoint.step_name(job.state.step))
 
-    def _train(self, job: Job, facts: dict[str, Any], started: float) -> bool:
+    def _train(self, job: Job, facts: dict[str, Any]) -> bool:
         job.tracker.log_text("config", f"```\n{json.dumps(facts['config'], indent=1)}\n```")
         job.console.start(job.total_steps, job.state.step)
         seen, began = job.state.samples_seen, time.monotonic()
         is_finished = train(job)
         job.console.close()
         if is_finished:
+            if not job.evaluations:  # an earlier attempt was killed between its last checkpoint and its result
+                evaluate(job)
             rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
-            self._finish(job, time.monotonic() - started, rate)
+            self._finish(job, rate)
         return is_finished
 
-    def _finish(self, job: Job, wall_s: float, images_per_sec: float) -> None:
-        result = summary.result_of(job, self.plan, wall_s, images_per_sec)
+    def _finish(self, job: Job, images_per_sec: float) -> None:
+        result = summary.result_of(job, self.plan, images_per_sec)
         if job.context.is_rank_zero:
             aside = self.run_dir.weights.with_suffix(".tmp")
             save_file(resume.averaged_state(job, job.evaluator.model), aside)
@@ -118,6 +120,10 @@ class Run:
         config, device = self.plan.config, context.device
         batch = plan_batches(config, context.world_size)
         data = context.together(lambda: load_data(config.data))
+        shape = image_shape(data)
+        model = context.together(lambda: self._model(context, data, shape))
+        splits = (data.train, data.evaluation)
+        residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
         order = Order(
             num_samples=len(data.train),
             seed=config.seed,
@@ -126,12 +132,8 @@ class Run:
             rank=context.rank,
             world_size=context.world_size,
             max_micro_batch=batch.max_micro_batch,
-            device=device,
+            device=device if residency == "device" else torch.device("cpu"),
         )
-        shape = image_shape(data)
-        model = context.together(lambda: self._model(context, data, shape))
-        splits = (data.train, data.evaluation)
-        residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
         source, eval_source = (build_source(split, residency, config.data, config.seed, device) for split in splits)
         preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
         evaluator = Evaluator(
@@ -199,6 +201,7 @@ class Run:
         }
 
     def _save(self, facts: dict[str, Any], job: Job, is_best: bool) -> Path:
+        stop_if_weights_bad(job)
         job.tracker.flush()
         snapshot = resume.snapshot(job, facts)
         path = checkpoint.save(

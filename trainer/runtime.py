@@ -94,7 +94,7 @@ class RunContext:
         key = key_of(seed, batch, micro_batch, self.rank) % (1 << 63)
         torch.default_generator.manual_seed(key)
         if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(key)
+            torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
         elif self.device.type == "mps":
             torch.mps.manual_seed(key)
 

@@ -39,5 +39,9 @@ class TrainState:
             self.skipped_in_a_row += 1
         assert self.batch == self.step + self.skipped
 
+    def logged_until(self) -> int:
+        """The last step whose log points are all written: not this one's, if what was due at it is still to be done."""
+        return self.step - 1 if self.boundary_pending and self.skipped_in_a_row == 0 else self.step
+
     def as_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)

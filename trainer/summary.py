@@ -40,8 +40,8 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, A
     ]
 
 
-def result_of(job: Job, plan: WorkerPlan, wall_s: float, images_per_sec: float) -> dict[str, Any]:
-    """Fractions, seconds, images/s; the content of result.json."""
+def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, Any]:
+    """The content of result.json: fractions, seconds, images/s (of this attempt, evaluation included)."""
     metrics: dict[str, float] = {}
     for prefix, evaluation in job.evaluations.items():
         metrics |= evaluation.metrics(prefix)
@@ -55,7 +55,7 @@ def result_of(job: Job, plan: WorkerPlan, wall_s: float, images_per_sec: float) 
         "epoch": job.state.epoch,
         "skipped": job.state.skipped,
         "samples_seen": job.state.samples_seen,
-        "wall_s": wall_s,
+        "wall_s": job.wall_s(),
         "images_per_sec": images_per_sec,
         "precision": job.context.precision,
         "device": plan.device,

@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch._dynamo
-import torch.utils.tensorboard  # both are imported late by the worker: here once for all forks
+import torch.utils.tensorboard  # noqa: F401  # both are imported late by the worker: here once for all forks
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -66,6 +67,10 @@ def fork(body: Callable[[], int]) -> int:
     pid = os.fork()
     if pid:
         return pid
+    # pytest's own stand-ins do not write to these descriptors, which the worker points at its log.
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
+    warnings.filterwarnings("default", message="fp16 on a CPU")  # the one that the worker gives on purpose
+    warnings.showwarning = _show_warning
     try:
         code = body()
     except BaseException:
@@ -74,6 +79,10 @@ def fork(body: Callable[[], int]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: Any) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
 
 
 def exit_statuses(pids: list[int]) -> list[int]:
@@ -161,7 +170,7 @@ def start(
     stop_request: str | None = None,
     **plan: Any,
 ) -> tuple[AttemptDir, list[int]]:
-    """Fork the ranks of the next attempt of `run`, with `environment` added to theirs. Returns their process ids too."""
+    """Fork the ranks of the next attempt of `run`, `environment` added to theirs. Returns their process ids too."""
     run_dir = RunDir(run)
     number = len(list((run / "attempts").glob("*"))) + 1 if run.exists() else 1
     attempt = run_dir.attempt(f"{number:03d}")
@@ -170,7 +179,9 @@ def start(
         attempt.stop_request.write_text(json.dumps({"signal": stop_request}), encoding="utf-8")
     store = str(attempt.path / "store") if world_size > 1 else None
     fields: dict[str, Any] = {"mode": "train", "launcher": "torchrun", "device": "cpu", "threads_per_rank": 1} | plan
-    WorkerPlan(config=config, world_size=world_size, local_world_size=world_size, store=store, **fields).save(attempt.plan)
+    WorkerPlan(config=config, world_size=world_size, local_world_size=world_size, store=store, **fields).save(
+        attempt.plan
+    )
 
     def body(rank: int) -> int:
         become_rank(rank, world_size, environment or {})
@@ -179,7 +190,9 @@ def start(
     return attempt, [fork(lambda rank=rank: body(rank)) for rank in range(world_size)]
 
 
-def run(run_path: Path, config: RunConfig, world_size: int = 1, environment: dict[str, str] | None = None, **plan: Any) -> Attempt:
+def run(
+    run_path: Path, config: RunConfig, world_size: int = 1, environment: dict[str, str] | None = None, **plan: Any
+) -> Attempt:
     """Run one attempt to its end."""
     attempt, pids = start(run_path, config, world_size, environment, **plan)
     return Attempt(RunDir(run_path), attempt, exit_statuses(pids))

@@ -102,6 +102,14 @@ class Exits(_Hooked):
         os._exit(7)
 
 
+class Stops(_Hooked):
+    """Hangs until it is killed."""
+
+    def act(self, logits: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return logits
+
+
 class NotFinite(_Hooked):
     def act(self, logits: Tensor) -> Tensor:
         return logits * float("nan")
@@ -149,7 +157,9 @@ class Mortal(_Mortal):
 class WithDropout(_Mortal):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, num_classes))
+        self.net = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, num_classes)
+        )
 
     def logits(self, images: Tensor) -> Tensor:
         logits: Tensor = self.net(images)
@@ -214,7 +224,7 @@ class NotesDtype(nn.Module):
 
 
 class Overflows(_Mortal):
-    """The gradient of training forward passes `first` to `first + count - 1` is infinite on one rank, the loss is not."""
+    """On one rank the gradient of `count` training forward passes from `first` on is infinite, and the loss is not."""
 
     def __init__(self, num_classes: int, rank: int, first: int, count: int) -> None:
         super().__init__()
@@ -226,4 +236,18 @@ class Overflows(_Mortal):
         logits: Tensor = self.head(images.flatten(1))
         if self.training and self.calls - 1 in self.bad_calls:
             logits.register_hook(lambda gradient: gradient * float("inf"))
+        return logits
+
+
+class WithTiedWeights(_Mortal):
+    """The same matrix twice."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
+        self.second.weight = self.first.weight
+        self.head = nn.Linear(64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.second(self.first(images.flatten(1)).relu()).relu())
         return logits

@@ -1,0 +1,146 @@
+"""Every sample counted once, the same number to the last digit on any number of processes."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from configs.schema import AugmentConfig, EvalConfig, LossConfig
+from tests.dist import toys
+from tests.dist.harness import finished, in_ranks, run, tiny_config
+from trainer.data.augment import Preprocess
+from trainer.data.datasets import TensorSplit
+from trainer.data.resident import ResidentSource
+from trainer.evaluate import EvalResult, Evaluator, load_averaged
+from trainer.optim import averaged_tensors
+from trainer.run import cross_entropy_sum
+from trainer.runtime import RunContext
+
+CPU = torch.device("cpu")
+LABELS = [0, 0, 0, 1, 1, 2, 3]
+Results = dict[tuple[int, int, str], EvalResult]
+
+
+def evaluator(
+    model: nn.Module, images: Tensor, labels: list[int], batch: int, mode: str, classes: int = 2
+) -> Evaluator:
+    source = ResidentSource(TensorSplit(images, torch.tensor(labels)), CPU)
+    preprocess = Preprocess(AugmentConfig(), 0, None, None, torch.float32, CPU)
+    config = EvalConfig(batch_size=batch, mode=mode)  # type: ignore[arg-type]
+    return Evaluator(model, source, preprocess, partial(cross_entropy_sum, LossConfig()), config, classes, False)
+
+
+def images_of(count: int) -> Tensor:
+    return torch.randint(0, 256, (count, 1, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+
+
+def score_always_zero(context: RunContext) -> Results:
+    model = toys.AlwaysZero(2).eval()
+    return {
+        (5, batch, mode): evaluator(model, images_of(5), LABELS[:5], batch, mode).evaluate(
+            context, averaged_tensors(model)
+        )
+        for batch in (1, 2, 4, 100)
+        for mode in ("sharded", "rank0")
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_three_of_five_are_right(tmp_path: Path, world_size: int) -> None:
+    # Logits (1, 0): the loss is log(1 + 1/e) for class 0 and 1 more for class 1.
+    loss = (3 * 0.31326168751822286 + 2 * 1.3132616875182228) / 5
+    for results in in_ranks(tmp_path, world_size, score_always_zero):
+        for result in results.values():
+            assert (result.top1, result.count, result.top5) == (0.6, 5, None)
+            assert result.loss == pytest.approx(loss, abs=1e-6)
+
+
+def score_linear(context: RunContext) -> Results:
+    torch.manual_seed(0)
+    model = toys.Mortal(7).eval()
+    return {
+        (size, batch, mode): evaluator(model, images_of(size), LABELS[:size], batch, mode, classes=7).evaluate(
+            context, averaged_tensors(model)
+        )
+        for size in (1, 4, 5, 6, 7)
+        for batch in (1, 2, 3)
+        for mode in ("sharded", "rank0")
+    }
+
+
+def test_result_is_bit_equal_on_any_number_of_processes_and_in_both_modes(tmp_path: Path) -> None:
+    (alone,) = in_ranks(tmp_path, 1, score_linear)
+    torch.manual_seed(0)
+    model = toys.Mortal(7).double().requires_grad_(False)
+    for (size, batch, mode), result in alone.items():
+        assert result == alone[size, batch, "sharded"], mode
+        labels = torch.tensor(LABELS[:size])
+        logits = model(images_of(size).double() / 255)
+        assert result.loss == pytest.approx(float(F.cross_entropy(logits, labels)), abs=1e-6)
+        ranks_of_truth = [
+            sorted(row, reverse=True).index(row[int(label)]) for row, label in zip(logits.tolist(), labels, strict=True)
+        ]
+        assert result.top1 == sum(place < 1 for place in ranks_of_truth) / size
+        assert result.top5 == sum(place < 5 for place in ranks_of_truth) / size
+    for world_size in (2, 3):
+        assert in_ranks(tmp_path, world_size, score_linear) == [alone] * world_size
+
+
+def average_of_ranks(context: RunContext) -> tuple[Any, Any]:
+    mine, copy = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    mine.running_mean.fill_(float(context.rank))  # type: ignore[union-attr,operator]
+    load_averaged(copy, averaged_tensors(mine), context)
+    return copy.running_mean.tolist(), mine.running_mean.tolist()  # type: ignore[union-attr,operator]
+
+
+def test_statistics_are_averaged_on_a_copy(tmp_path: Path) -> None:
+    assert in_ranks(tmp_path, 3, average_of_ranks) == [([1.0, 1.0], [float(rank)] * 2) for rank in range(3)]
+
+
+@pytest.mark.parametrize(("world_size", "mode"), [(1, "sharded"), (2, "sharded"), (3, "rank0")])
+def test_whole_run_logs_the_exact_fraction(tmp_path: Path, world_size: int, mode: str) -> None:
+    config = tiny_config(
+        model={"name": "tests.dist.toys:AlwaysZero"}, eval={"batch_size": 2, "mode": mode}, max_epochs=1
+    )
+    attempt = finished(tmp_path, config, world_size, {"EVAL_SIZE": "13"})
+    right = toys.Images(13, 2).labels.eq(0).sum().item() / 13
+    assert attempt.metric("eval/top1") == [(8, right)]
+    assert attempt.result()["metrics"]["eval/top1"] == right
+    assert f"evaluated 13/13: top-1 {100 * right:.2f} %" in attempt.log()
+
+
+def test_checkpoint_evaluates_the_same_on_any_number_of_processes(tmp_path: Path) -> None:
+    config = tiny_config(model={"name": "tests.dist.toys:WithBatchNorm"}, ema__half_life_samples=40.0, max_epochs=1)
+    trained = finished(tmp_path, config, 2)
+    logged = {name: value for name, value in trained.result()["metrics"].items() if name.startswith("eval/")}
+    assert set(logged) == {"eval/loss", "eval/top1", "eval/ema_loss", "eval/ema_top1"}
+    for world_size in (1, 2, 3):
+        attempt = finished(tmp_path, config, world_size, mode="eval", checkpoint="last")
+        answer = json.loads((attempt.attempt.path / "eval.json").read_text(encoding="utf-8"))
+        assert answer["checkpoint"] == "step_00000008"
+        assert answer["metrics"] == pytest.approx(logged, abs=1e-6)
+        assert {name: v for name, v in answer["metrics"].items() if "top1" in name} == {
+            name: v for name, v in logged.items() if "top1" in name
+        }
+
+
+@pytest.mark.parametrize(("which", "found"), [("best", None), ("last", "step_00000016"), ("8", "step_00000008")])
+def test_checkpoint_to_evaluate_is_chosen(tmp_path: Path, which: str, found: str | None) -> None:
+    config = tiny_config()
+    trained = finished(tmp_path, config)
+    best = f"step_{trained.result()['best']['step']:08d}"
+    attempt = finished(tmp_path, config, mode="eval", checkpoint=which)
+    assert json.loads((attempt.attempt.path / "eval.json").read_text())["checkpoint"] == (found or best)
+
+
+def test_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    config = tiny_config(max_epochs=1)
+    finished(tmp_path, config)
+    refused = run(tmp_path, config, 2, mode="eval", checkpoint="5")
+    assert refused.statuses == [2, 2]
+    assert "has no checkpoint '5'; it has step_00000008" in (refused.outcome().message or "")

@@ -1,0 +1,134 @@
+"""The harness of the benchmarks: pairs, targets, table, files. What it measures is not asserted anywhere."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as command
+from benchmarks import gpu, harness
+from benchmarks.accuracy import difference_row
+from benchmarks.harness import Row, Target, in_turn, ratio_row, skipped, spread, table
+from benchmarks.synthetic import MARK, MarkedNet, images
+
+MACHINE = {"date": "today", "cpu": "a CPU", "cores": 2, "python": "3", "versions": {"torch": "2"}}
+
+
+def test_each_variant_is_measured_once_a_round() -> None:
+    seen: list[str] = []
+
+    def note(name: str) -> float:
+        seen.append(name)
+        return float(len(seen))
+
+    measured = in_turn({"a": lambda: note("a"), "b": lambda: note("b")}, 3)
+    assert seen == ["a", "b"] * 3
+    assert measured == {"a": [1.0, 3.0, 5.0], "b": [2.0, 4.0, 6.0]}
+
+
+def test_the_ratio_is_the_median_over_pairs_not_the_ratio_of_medians() -> None:
+    row = ratio_row("w/x", {"a": [10.0, 20.0, 90.0], "b": [1.0, 4.0, 10.0]}, "a", "b", "s")
+    assert row.value == 9.0
+    assert row.pairs == 3
+    assert row.is_met is None
+
+
+def test_quartiles() -> None:
+    assert spread([4.0]) == harness.Spread(4.0, 4.0, 4.0, 1)
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == harness.Spread(3.0, 2.0, 4.0, 5)
+
+
+@pytest.mark.parametrize(("sense", "met"), [(">=", False), ("<=", True)])
+def test_a_target_has_a_direction(sense: str, met: bool) -> None:
+    target = Target(sense, 1.1)  # type: ignore[arg-type]
+    row = ratio_row("w/x", {"a": [1.0], "b": [1.0]}, "a", "b", "s", target)
+    assert row.is_met is met
+    assert f"| {sense} 1.1 | {'yes' if met else '**no**'} |" in table([row])
+
+
+def test_the_table_is_markdown() -> None:
+    lines = table([ratio_row("w/x", {"a": [1.0], "b": [2.0]}, "a", "b", "s"), skipped("w/y", "no GPU")]).splitlines()
+    assert len({line.count("|") for line in lines}) == 1
+    assert set(lines[1]) == set("| -")
+    assert "skipped: no GPU" in lines[3]
+
+
+def test_a_busy_machine_is_said() -> None:
+    assert "WARNING" not in harness.header(MACHINE | {"load": [0.2, 3.0, 3.0]})
+    assert "WARNING" in harness.header(MACHINE | {"load": [1.5, 0.0, 0.0]})
+
+
+def test_the_machine_is_described() -> None:
+    text = harness.header(harness.describe_machine())
+    assert f"torch {torch.__version__.partition('+')[0]}" in text
+    assert "load average" in text
+
+
+@pytest.mark.parametrize("arguments", [["nothing"], ["gpu", "--rounds", "0"]])
+def test_what_is_unknown_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(arguments) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_every_comparison_is_a_module() -> None:
+    for name in command.ALL:
+        assert (harness.ROOT / "benchmarks" / f"{name}.py").exists()
+
+
+def test_a_missed_target_is_told_and_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row("gpu/x", "a", "b", "0.5", 0.5, ">= 1", False, 3, {"a": [1.0]})]
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu, "measure", lambda rounds: rows)
+    assert command.main(["gpu"]) == 0
+    assert "| **no** |" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "benchmarks/out/gpu.json").read_text())
+    assert saved["rows"][0]["key"] == "gpu/x"
+    assert saved["machine"]["cores"] >= 1
+
+
+def test_without_a_gpu_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoGpu:
+        gpu_reason = "no NVIDIA driver"
+
+    monkeypatch.setattr(gpu, "detect_topology", lambda environ: NoGpu)
+    (row,) = gpu.measure()
+    assert "no NVIDIA driver" in row.result
+    assert row.is_met is None
+
+
+def test_equal_accuracy_means_within_the_noise_of_the_seeds() -> None:
+    ours, theirs = [0.90, 0.91, 0.92], [0.91, 0.92, 0.90]
+    assert difference_row(ours, theirs).is_met
+    assert not difference_row([value - 0.03 for value in ours], theirs).is_met
+    assert difference_row([0.9], [0.9]).details["standard_error"] == math.inf
+
+
+def test_a_command_that_fails_shows_its_output() -> None:
+    assert harness.run_python(["-c", "print('fine')"]) == "fine\n"
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 1:.*no such thing"):
+        harness.run_python(["-c", "raise SystemExit('no such thing')"])
+
+
+def test_the_mark_is_set_when_the_first_training_step_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "mark"
+    monkeypatch.setenv(MARK, str(mark))
+    net, batch = MarkedNet(), torch.zeros(2, 1, 28, 28)
+    net.eval()
+    net(batch), net(batch)
+    net.train()
+    net(batch)
+    assert not mark.exists()
+    net(batch)
+    assert float(mark.read_text()) > 0
+
+
+def test_synthetic_images_are_the_same_each_time() -> None:
+    first, again = images(True), images(True)
+    assert first.images.shape == (25_600, 3, 32, 32)
+    assert torch.equal(first.images, again.images)
+    assert torch.equal(first.labels, again.labels)
+    assert not torch.equal(first.images[:500], images(False).images)

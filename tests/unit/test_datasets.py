@@ -1,0 +1,180 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from configs.errors import ConfigError, EnvironmentProblem
+from configs.schema import DataConfig
+from trainer.data.datasets import TensorSplit, as_image_tensor, load_callable, load_data, materialise
+from trainer.data.source import build_source, choose_residency
+
+CPU = torch.device("cpu")
+
+
+class Listed:
+    """(image, label) pairs; `classes` where they are given."""
+
+    def __init__(self, images: list[Any], classes: list[str] | None = None) -> None:
+        self.images = images
+        if classes is not None:
+            self.classes = classes
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.images[index], index % 2
+
+
+def byte_image(value: int, height: int = 2, width: int = 3) -> Tensor:
+    return torch.full((1, height, width), value, dtype=torch.uint8)
+
+
+def two_classes(train: bool) -> Listed:
+    return Listed([byte_image(i) for i in range(4 if train else 2)], ["cat", "dog"])
+
+
+def no_classes(train: bool) -> Listed:
+    return Listed([byte_image(i) for i in range(4)])
+
+
+def empty_eval(train: bool) -> Listed:
+    return Listed([byte_image(1)] if train else [])
+
+
+def iterable_only(train: bool) -> Any:
+    return iter(range(3))
+
+
+def data(name: str, **more: Any) -> DataConfig:
+    return DataConfig(name=f"{__name__}:{name}", **more)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda pixels: Image.fromarray(pixels),
+        lambda pixels: pixels,
+        lambda pixels: pixels[:, :, None],
+        lambda pixels: torch.from_numpy(pixels),
+        lambda pixels: torch.from_numpy(pixels)[None],
+    ],
+    ids=["PIL", "HW array", "HWC array", "HW tensor", "CHW tensor"],
+)
+def test_grey_images_become_the_same_tensor(build: Callable[[Any], Any]) -> None:
+    pixels = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    found = as_image_tensor(build(pixels))
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, torch.arange(12, dtype=torch.uint8).view(1, 3, 4))
+
+
+def test_colour_images_become_channels_first() -> None:
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    expected = torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+    assert torch.equal(as_image_tensor(pixels), expected)
+    assert torch.equal(as_image_tensor(Image.fromarray(pixels)), expected)
+
+
+def test_own_data_set_with_its_classes() -> None:
+    loaded = load_data(data("two_classes", mean=(0.5,), std=(0.25,)))
+    assert (len(loaded.train), len(loaded.evaluation)) == (4, 2)
+    assert (loaded.num_classes, loaded.classes, loaded.mean, loaded.std) == (2, ("cat", "dog"), (0.5,), (0.25,))
+
+
+def test_own_data_set_with_a_number_of_classes() -> None:
+    loaded = load_data(data("no_classes", num_classes=7))
+    assert (loaded.num_classes, loaded.classes, loaded.mean) == (7, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "told"),
+    [
+        ("no_classes", {}, r"data.num_classes is not set and .*no_classes has no `classes`"),
+        ("two_classes", {"num_classes": 3}, r"data.num_classes is 3 but .*two_classes has 2 classes"),
+        ("empty_eval", {"num_classes": 2}, r"gave an empty eval split: 0 samples"),
+        ("iterable_only", {"num_classes": 2}, r"gave a .*iterator for train; wanted is a map-style data set"),
+        ("nowhere", {}, r"data.name: module .* has no 'nowhere'"),
+        ("CPU", {}, r"data.name: .*:CPU is a device, not callable"),
+    ],
+)
+def test_what_cannot_be_loaded_is_told(name: str, more: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_data(data(name, **more))
+
+
+def test_missing_module_is_told_but_a_missing_import_inside_it_is_not_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_731.py").write_text("import no_such_library_731\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no module 'absent_731'"):
+        load_callable("absent_731:x", "data.name")
+    with pytest.raises(ModuleNotFoundError, match="no_such_library_731"):
+        load_callable("broken_731:x", "data.name")
+
+
+def test_materialised_split_holds_every_sample_once() -> None:
+    split = materialise(Listed([byte_image(i) for i in range(5)]))
+    assert split.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
+    assert split.labels.tolist() == [0, 1, 0, 1, 0]
+    assert split.labels.dtype == torch.int64
+    assert split.num_bytes == 5 * 6 + 5 * 8
+    assert materialise(split) is split
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [byte_image(1, 2, 4), torch.zeros(1, 2, 3), torch.zeros(3, 2, 3, dtype=torch.uint8)],
+    ids=["wide", "float", "colour"],
+)
+def test_images_that_do_not_fit_one_array_are_told_with_the_first(odd: Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"sample 2 is torch\.\w+ .* use data.residency: stream"):
+        materialise(Listed([byte_image(0), byte_image(1), odd, odd]))
+
+
+def tensors(size: int) -> TensorSplit:
+    return TensorSplit(torch.zeros(size, 1, 2, 3, dtype=torch.uint8), torch.zeros(size, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("residency", "split", "free", "chosen"),
+    [
+        ("auto", tensors(10), 10**9, "device"),
+        ("auto", tensors(10), 4 * 280, "device"),
+        ("auto", tensors(10), 4 * 280 - 1, "stream"),
+        ("auto", Listed([]), 10**9, "stream"),
+        ("device", Listed([]), 10**9, "device"),
+        ("device", tensors(10), 280, "device"),
+        ("stream", tensors(10), 10**9, "stream"),
+    ],
+)
+def test_residency(monkeypatch: pytest.MonkeyPatch, residency: str, split: Any, free: int, chosen: str) -> None:
+    # Ten samples of 6 bytes and an 8-byte label in each split: 280 bytes; a quarter of what is free may be taken.
+    monkeypatch.setattr("trainer.data.source.free_bytes", lambda device, ranks: free)
+    config = DataConfig(residency=residency)  # type: ignore[arg-type]
+    found, reason = choose_residency(config, (split, split), CPU, 1)
+    assert found == chosen
+    assert reason
+
+
+def test_data_that_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.source.free_bytes", lambda device, ranks: 279)
+    with pytest.raises(EnvironmentProblem, match=r"needs 280 bytes on cpu and 279 are free"):
+        choose_residency(DataConfig(residency="device"), (tensors(10), tensors(10)), CPU, 1)
+
+
+def test_both_sources_give_the_same_evaluation_batches() -> None:
+    split = two_classes(train=True)
+    batches = [range(0, 3), range(3, 4)]
+    found = []
+    for residency in ("device", "stream"):
+        source = build_source(split, residency, DataConfig(num_workers=0), 0, CPU)
+        assert len(source) == 4
+        found.append([(images.tolist(), labels.tolist()) for images, labels in source.evaluation(batches)])
+    assert found[0] == found[1]
+    assert [labels for _, labels in found[0]] == [[0, 1, 0], [1]]
