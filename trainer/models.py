@@ -26,15 +26,12 @@ class MLP(nn.Module):
         super().__init__()
         channels, height, width = image_shape
         sizes = (channels * height * width, *hidden, num_classes)
-        self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
-        self.log_softmax = log_softmax
+        layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
+        self.layers = nn.Sequential(nn.Flatten(), *layers[:-1], *([nn.LogSoftmax(dim=1)] if log_softmax else []))
 
     def forward(self, images: Tensor) -> Tensor:
-        x = images.flatten(1)
-        for layer in self.layers[:-1]:
-            x = F.relu(layer(x))
-        x = self.layers[-1](x)
-        return F.log_softmax(x, dim=1) if self.log_softmax else x
+        logits: Tensor = self.layers(images)
+        return logits
 
 
 def _conv(

@@ -183,3 +183,10 @@ def test_run_whose_disk_is_too_small_says_so_and_keeps_what_it_has(
     assert "run/checkpoints/.tmp_step_00000016/rank_0.safetensors" in (attempt.outcome().message or "")
     assert attempt.checkpoint().name == "step_00000008"
     assert finished(tmp_path / "run", longer, 2).outcome().step == 16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoint_by_the_clock_is_taken_by_all_ranks_at_the_same_step(tmp_path: Path, world_size: int) -> None:
+    minutes = {"every_minutes": 1e-9, "every_epochs": None, "keep": 100}
+    attempt = finished(tmp_path, tiny_config(checkpoint=minutes, max_epochs=1), world_size)
+    assert attempt.checkpoints() == ["best.json", *(f"step_{step:08d}" for step in range(1, 9))]

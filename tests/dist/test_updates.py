@@ -12,7 +12,7 @@ from torch import nn
 from configs.schema import RunConfig
 from tests import splitmix
 from tests.dist import toys
-from tests.dist.harness import Attempt, finished, tiny_config
+from tests.dist.harness import Attempt, finished, run, tiny_config
 from trainer.runtime import RunContext
 
 
@@ -137,3 +137,20 @@ def test_label_smoothing_is_for_training_only(tmp_path: Path) -> None:
         log_sum - (0.625 * share["train"] + 0.125 * (1 - share["train"])), abs=1e-6
     )
     assert attempt.metric("eval/loss") == [(8, pytest.approx(log_sum - share["eval"], abs=1e-6))]
+
+
+def test_what_a_model_draws_differs_by_step_micro_batch_and_rank_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"max_per_device_batch_size": 2, "checkpoint__every_steps": 3, "max_epochs": 2}
+    config = tiny_config(**changes, model={"name": "tests.dist.toys:NotesDraws"})
+
+    def drawn(label: str) -> list[list[float]]:
+        return [[float(line) for line in Path(f"{tmp_path / label}.{rank}").read_text().split()] for rank in range(2)]
+
+    finished(tmp_path / "run", config, 2, {"DRAWS": str(tmp_path / "whole")})
+    whole = drawn("whole")
+    assert [len(draws) for draws in whole] == [2 * 16, 2 * 16]
+    assert len({value for draws in whole for value in draws}) == 64
+    cut = run(tmp_path / "cut", config, 2, {"DRAWS": str(tmp_path / "cut-draws"), "DIE_AT": "10", "DIE_RANK": "1"})
+    assert cut.checkpoint().name == "step_00000003"
+    finished(tmp_path / "cut", config, 2, {"DRAWS": str(tmp_path / "rest")})
+    assert drawn("rest") == [draws[2 * 3 :] for draws in whole]

@@ -169,6 +169,15 @@ def test_a_clean_stop(tmp_path: Path, signal: str, code: int) -> None:
     assert judged(plan, 0) == Verdict(code, [line], to_stderr=False)
 
 
+def test_a_signal_that_only_one_rank_got_is_named(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    for rank, signal in enumerate([None, "SIGUSR1"]):
+        outcome(plan, rank, "stopped", step=41, signal=signal, checkpoint="step_00000041")
+    verdict = judged(plan, 0)
+    assert verdict.exit_code == 75
+    assert verdict.lines[0].startswith("stopped by SIGUSR1 at step 41; ")
+
+
 def test_a_stop_that_took_too_long(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 2)
     outcome(plan, 0, "stopped", step=41, signal="SIGTERM")
