@@ -44,7 +44,7 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
     if total < world_size:
         raise ConfigError(
             f"global_batch_size={total} is smaller than the number of processes, {world_size}; "
-            f"use global_batch_size >= {world_size} or at most {total} processes"
+            f"use global_batch_size={world_size} or more, or no more than {total} of them"
         )
     max_slice = -(-total // world_size)
     accumulation = -(-max_slice // (config.max_per_device_batch_size or max_slice))

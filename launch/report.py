@@ -61,14 +61,15 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
         return _failed(plan, first, pids, _others(ended, first.rank), hint)
     if ending.died:
         return _died(plan, ending, pids, _others(ended, ending.died[0]), hint)
-    if ending.killed in ("grace", "second Ctrl-C") and len(ended) < len(outcomes):
+    if ending.killed in ("grace", "second Ctrl-C", "nothing to save") and len(ended) < len(outcomes):
         return _killed_while_stopping(plan, ending, hint)
     if failed:
         return _failed(plan, failed[0], pids, [], hint)
     if len(ended) < len(outcomes) or not ended:
         return _never_started(plan, ending) if not pids else _died(plan, ending, pids, [], hint)
-    if stopped := next((outcome for outcome in ended if outcome.status == "stopped"), None):
-        return _stopped(ending, stopped, resume_command)
+    if stopped := [outcome for outcome in ended if outcome.status == "stopped"]:
+        # A signal that went to one rank only is known to that rank alone.
+        return _stopped(ending, next((outcome for outcome in stopped if outcome.signal), stopped[0]), resume_command)
     return Verdict(EXIT_DONE, [], to_stderr=False)
 
 
@@ -134,6 +135,8 @@ def _never_started(plan: LaunchPlan, ending: Ending) -> Verdict:
 
 def _killed_while_stopping(plan: LaunchPlan, ending: Ending, hint: list[str]) -> Verdict:
     assert ending.signal is not None
+    if ending.killed == "nothing to save":
+        return Verdict(exit_code_of(ending.signal), [f"stopped by {ending.signal}: the evaluation was not finished"])
     late = f"not done after {plan.config.launch.grace_s:g} s (launch.grace_s)"
     after = late if ending.killed == "grace" else "second Ctrl-C"
     line = f"stopped by {ending.signal}: {after}, all processes were killed"

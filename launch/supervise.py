@@ -21,7 +21,7 @@ POLL_S = 0.05
 AFTER_FAILURE_S = 5.0
 """What the other ranks get to end by themselves once one has failed."""
 
-Killed = Literal["grace", "second Ctrl-C", "failure"]
+Killed = Literal["grace", "second Ctrl-C", "nothing to save", "failure"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class _Watch:
     ) -> None:
         self._attempt, self._child, self._signals, self._follower = plan.attempt, child, signals, follower
         self._grace_s = plan.config.launch.grace_s
+        self._saves = plan.worker.mode == "train"
         self._root = find_process(child.pid)
         self._ranks: dict[int, Process | None] = {}
         self._told: set[int] = set()
@@ -126,7 +127,10 @@ class _Watch:
             return
         if not self._attempt.stop_request.exists():
             write_atomically(self._attempt.stop_request, json.dumps({"signal": name}))
-            self._kill_after(self._grace_s, "grace")
+            if self._saves:
+                self._kill_after(self._grace_s, "grace")
+            else:
+                self._kill_after(0.0, "nothing to save")
         if self._signals.force:
             self._kill_after(0.0, "second Ctrl-C")
         # Not to torchrun: it would end the ranks by its own rules and exit with 1. They end, then it does, with 0.

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 
 @pytest.fixture(autouse=True)
@@ -21,3 +22,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     left = [thread for thread in set(threading.enumerate()) - threads if not thread.daemon]
     assert not left, f"threads left: {left}"
     assert not multiprocessing.active_children(), "processes left"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Forked children hang if their parent ever ran an operation on several threads."""
+    torch.set_num_threads(1)

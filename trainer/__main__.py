@@ -52,10 +52,10 @@ def main(attempt: AttemptDir) -> int:
         )
     except BaseException as error:
         outcome = _failure(rank, error, run)
-        if isinstance(error, LockstepError) or outcome.kind == "peer":
-            print(f"{outcome.kind}: {outcome.message}", flush=True)  # the launcher tells it; a stack would bury it
-        else:
+        if not isinstance(error, LockstepError) and outcome.kind != "peer":
             traceback.print_exc()
+        elif rank != 0:  # rank 0's log is the screen, where the launcher tells it as the last thing
+            print(f"{outcome.kind}: {outcome.message}", flush=True)
     outcome.save(attempt.outcome(rank))
     return outcome.exit_code
 

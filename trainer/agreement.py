@@ -1,10 +1,10 @@
 """How the ranks agree on stopping, on saving and on a bad loss, without a collective of their own.
 
-A few extra scalars ride in DDP's gradient all-reduce: the gradient of `sum(signals * values)` with respect to the
-parameter `signals` is `values`, so after the backward pass every rank holds the mean of all ranks' values.
+A few extra scalars ride in DDP's gradient all-reduce: a parameter `signals` of the wrapped module is given its gradient
+directly, so after the backward pass every rank holds the mean of all ranks' values.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 _STOP, _SAVE, _FIRST_RANK = 0, 1, 2
 
 
-@dataclass(frozen=True)
-class Agreed:
+class Agreed(NamedTuple):
     """What holds for all ranks after a step."""
 
     stop: bool
@@ -34,12 +33,12 @@ class WithSignals(nn.Module):
         return self.model(images), self.signals
 
 
-def signal_term(signals: Tensor, rank: int, loss: Tensor, *, stop: bool, save: bool) -> Tensor:
-    """A term of value zero for the objective, whose gradient carries this rank's signals. No host sync."""
+def signal_values(signals: Tensor, rank: int, loss: Tensor, *, stop: bool, save: bool) -> Tensor:
+    """This rank's values, to be given to the backward pass as the gradient of `signals`. No host sync."""
     values = torch.zeros_like(signals)
     values[_STOP], values[_SAVE] = float(stop), float(save)
-    values[_FIRST_RANK + rank] = ~torch.isfinite(loss.detach())
-    return (signals * values).sum()
+    values[_FIRST_RANK + rank] = ~torch.isfinite(loss)
+    return values
 
 
 def agreed_from(gradient: list[float]) -> Agreed:

@@ -24,6 +24,7 @@ class Console:
         if self._terminal is not None:
             from tqdm import tqdm
 
+            tqdm.monitor_interval = 0  # its thread helps bars that are seldom updated; this one is at every step
             self._bar = tqdm(
                 total=total, initial=step, file=self._terminal, unit="step", dynamic_ncols=True, leave=False
             )

@@ -83,6 +83,11 @@ class Job:
     def total_steps(self) -> int:
         return total_steps(self.config, self.order.batches_per_epoch)
 
+    @cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """All that get a gradient, the ranks' signals too."""
+        return list(self.module.parameters())
+
     def wall_s(self) -> float:
         """Seconds of the run, start-up since the job was built included, what a crash threw away not."""
         return self.wall_s_before + time.monotonic() - self.clock.started

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.errors import TrainingError
-from trainer.agreement import Agreed, HostCopy, agreed_from, signal_term
+from trainer.agreement import Agreed, HostCopy, agreed_from, signal_values
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
@@ -56,32 +56,43 @@ def took_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
 
 
 def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
-    """Forward and backward over this rank's micro-batches, then one update. The loss is a mean over the global
-    batch."""
+    """Forward and backward over this rank's micro-batches, then one update on the mean over the global batch."""
     context, loss = job.context, None
-    # DDP averages over the ranks, so this makes the gradient that of sum / n whatever the slices are.
-    weight = 0.0 if batch.is_dummy else context.world_size / batch.size
+    factor = gradient_factor(job, batch)
     batch_number = batch.epoch * job.order.batches_per_epoch + batch.index
     for index, (images, labels) in enumerate(pieces):
         context.seed_dropout(job.config.seed, batch_number, index)
         is_last = index == len(pieces) - 1
         with context.no_sync(job.module, when=not is_last):
             piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
-            objective = piece_loss * weight
             loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
-            if signals is not None and is_last:
-                save_due = context.is_rank_zero and job.checkpoint_minutes_due()
-                objective = objective + signal_term(signals, context.rank, loss, stop=job.stop.is_set, save=save_due)
-            (objective if context.scaler is None else context.scaler.scale(objective)).backward()
+            if signals is None or not is_last:
+                piece_loss.backward(factor)
+            else:
+                save = context.is_rank_zero and job.checkpoint_minutes_due()
+                values = signal_values(signals, context.rank, loss, stop=job.stop.is_set, save=save)
+                torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None
     outcome = HostCopy(loss if job.signals is None or job.signals.grad is None else job.signals.grad)
     settle(job)
     if outcome.is_ready:
         job.agreed = read_agreed(job, outcome)
-        stop_if_bad(job, job.lr())
+        if job.agreed.bad_ranks:
+            raise bad_loss(job, job.lr())
     if not batch.is_dummy:
         job.window += loss
     update(job, batch.size, outcome)
+
+
+def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
+    """What turns the gradient of a rank's summed loss into its share of the global mean's, times the fp16 scale.
+
+    DDP averages over the ranks: world size / samples of the global batch is right whatever the slices are.
+    """
+    context = job.context
+    weight = 0.0 if batch.is_dummy else context.world_size / batch.size
+    factor = torch.full((), weight, dtype=context.dtype, device=context.device)
+    return factor if context.scaler is None else context.scaler.scale(factor)
 
 
 def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -114,9 +125,8 @@ def update(job: Job, num_samples: int, outcome: HostCopy) -> None:
     wants_norm = (job.state.step + 1) % job.config.log.every_steps == 0
     result = apply_update(job.optimizer, job.context.scaler, lr, optim.max_grad_norm, want_grad_norm=wants_norm)
     job.grad_norm = result.grad_norm if result.grad_norm is not None else job.grad_norm
-    job.optimizer.zero_grad(set_to_none=True)
-    if job.signals is not None:
-        job.signals.grad = None
+    for parameter in job.parameters:
+        parameter.grad = None
     job.pending = Pending(result, outcome, lr, num_samples)
 
 
@@ -129,7 +139,8 @@ def settle(job: Job) -> None:
     job.pending = None
     if not pending.outcome.is_ready:
         job.agreed = read_agreed(job, pending.outcome)
-        stop_if_bad(job, pending.lr)
+        if job.agreed.bad_ranks:
+            raise bad_loss(job, pending.lr)
     applied = pending.update.was_applied()
     state.count(applied=applied, num_samples=pending.num_samples)
     state.loss_count += pending.num_samples
@@ -150,15 +161,13 @@ def read_agreed(job: Job, outcome: HostCopy) -> Agreed:
     return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), () if is_finite else (0,))
 
 
-def stop_if_bad(job: Job, lr: float) -> None:
-    """Raise TrainingError on all ranks if the loss of any was not finite."""
-    if not job.agreed.bad_ranks:
-        return
+def bad_loss(job: Job, lr: float) -> TrainingError:
+    """What all ranks raise when the loss of any was not finite."""
     ranks = ", ".join(str(rank) for rank in job.agreed.bad_ranks)
     scale = "" if job.context.scaler is None else f", scale {job.fp16_scale():g}"
     bad = _first_bad_parameter(job)
     where = f"; first parameter that is not finite: {bad}" if bad else ""
-    raise TrainingError(
+    return TrainingError(
         f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; "
         "use a lower optim.lr, optim.max_grad_norm, or mixed_precision: bf16 or no"
     )

@@ -26,12 +26,17 @@ class MLP(nn.Module):
         super().__init__()
         channels, height, width = image_shape
         sizes = (channels * height * width, *hidden, num_classes)
-        layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
-        self.layers = nn.Sequential(nn.Flatten(), *layers[:-1], *([nn.LogSoftmax(dim=1)] if log_softmax else []))
+        self.layers = nn.ModuleList(nn.Linear(*pair) for pair in pairwise(sizes))
+        self.log_softmax = log_softmax
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.layers(images)
-        return logits
+        # Functions, not modules, between the layers: in a net this small a module's call is felt.
+        *hidden, head = self.layers
+        x = images.flatten(1)
+        for layer in hidden:
+            x = F.relu(layer(x))
+        x = head(x)
+        return F.log_softmax(x, dim=1) if self.log_softmax else x
 
 
 def _conv(

@@ -1,7 +1,7 @@
 """Parameter groups, the optimizer, one exact update, and the moving average of the weights."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +37,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device)
     return adam(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What one call of apply_update did; tensors, so that nothing waits for the device until they are read."""
 
     applied: Tensor | None

@@ -65,16 +65,16 @@ class Run:
             screen.append(f"resume     {last}: epoch {job.state.epoch}, step {job.state.step}")
         for line in screen:
             job.console.line(line)
-        job.tracker = Tracker(self.run_dir, job.state.logged_until()) if context.is_rank_zero else NullTracker()
+        if context.is_rank_zero:
+            job.tracker = Tracker(self.run_dir, job.state.logged_until(), json.dumps(facts["config"], indent=1))
         try:
-            is_finished = self._train(job, facts)
+            is_finished = self._train(job)
         finally:
             job.tracker.close()
         context.close()
         return Ending(is_finished, job.state.step, job.state.epoch, checkpoint.step_name(job.state.step))
 
-    def _train(self, job: Job, facts: dict[str, Any]) -> bool:
-        job.tracker.log_text("config", f"```\n{json.dumps(facts['config'], indent=1)}\n```")
+    def _train(self, job: Job) -> bool:
         job.console.start(job.total_steps, job.state.step)
         seen, began = job.state.samples_seen, time.monotonic()
         is_finished = train(job)

@@ -28,7 +28,7 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, A
     )
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     sizes = f"{facts['num_train']:,} train, {facts['num_eval']:,} eval, {facts['num_classes']} classes"
-    threads = f"{plan.threads_per_rank} threads a rank"
+    threads = f"{plan.threads_per_rank} thread{'s' if plan.threads_per_rank > 1 else ''} a rank"
     return [
         f"data       {config.data.name}: {sizes}; {residency}",
         f"model      {config.model.name}: {parameters:,} parameters, {config.dtype}",
@@ -96,7 +96,7 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any]) -> None:
     rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]
     for name, value in rows:
         job.console.line(f"  {name:<16}{value}")
-    if result["best"]["step"] != result["step"]:
+    if result["best"]["top1"] > judged_top1(result["metrics"]):
         job.console.line(f"  best top-1 was {100 * result['best']['top1']:.2f} % at step {result['best']['step']}")
     if job.config.max_epochs is not None and job.state.skipped:
         job.console.line(f"  the schedule ended {job.state.skipped} steps short: that many updates overflowed in fp16")
@@ -113,9 +113,14 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, bool | int | fl
     return flat
 
 
+def judged_top1(metrics: dict[str, float]) -> float:
+    """The top-1 that "best" goes by: the EMA's where there is one."""
+    return metrics.get("eval/ema_top1", metrics.get("eval/top1", 0.0))
+
+
 def check_expectations(expect: ExpectConfig, metrics: dict[str, float]) -> None:
     """Raise TrainingError if the finished run missed what its configuration expects."""
-    top1 = metrics.get("eval/ema_top1", metrics.get("eval/top1", 0.0))
+    top1 = judged_top1(metrics)
     if expect.min_top1 is not None and top1 < expect.min_top1:
         raise TrainingError(
             f"top-1 is {top1:.4f} and expect.min_top1 is {expect.min_top1}; the run is finished and saved"

@@ -13,9 +13,11 @@ class Tracker:
     """Scalars by step. A resume leaves each step once: later points of an earlier attempt are dropped from both
     files."""
 
-    def __init__(self, run_dir: RunDir, resumed_step: int) -> None:
+    def __init__(self, run_dir: RunDir, resumed_step: int, config: str = "") -> None:
+        """Go on after `resumed_step`; `config` is shown as text in TensorBoard, from the first point on."""
         self._run_dir = run_dir
         self._resumed_step = resumed_step
+        self._config = config
         self._writer: Any = None
         self._keep_until(run_dir.metrics, resumed_step)
         self._lines: IO[str] = open(run_dir.metrics, "a", encoding="utf-8")  # noqa: SIM115  # open as long as the run
@@ -26,9 +28,6 @@ class Tracker:
         self._lines.flush()
         for name, value in metrics.items():
             self._events().add_scalar(name, value, step)
-
-    def log_text(self, name: str, text: str) -> None:
-        self._events().add_text(name, text, self._resumed_step)
 
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None:
         """Settings with the final metrics, in this run: SummaryWriter.add_hparams would open a second one."""
@@ -58,6 +57,7 @@ class Tracker:
             goes_on = any(self._run_dir.path.glob("events.out.tfevents.*"))
             purge = self._resumed_step + 1 if goes_on else None
             self._writer = SummaryWriter(str(self._run_dir.path), purge_step=purge, flush_secs=10)
+            self._writer.add_text("config", f"```\n{self._config}\n```", self._resumed_step)
         return self._writer
 
     @staticmethod
@@ -78,8 +78,6 @@ class NullTracker:
     """The other ranks' tracker."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
-
-    def log_text(self, name: str, text: str) -> None: ...
 
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None: ...
 

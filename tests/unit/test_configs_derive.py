@@ -85,9 +85,7 @@ def test_the_plan_says_its_arithmetic(total: int, cap: int | None, world_size: i
 
 
 def test_fewer_samples_than_processes_are_refused_with_both_numbers() -> None:
-    expected = (
-        "^global_batch_size=1 is smaller than the number of processes, 2; use global_batch_size >= 2 or at most 1"
-    )
+    expected = "^global_batch_size=1 is smaller than the number of processes, 2; use global_batch_size=2 or more"
     with pytest.raises(ConfigError, match=expected):
         plan_batches(by_global(1), 2)
 

@@ -57,24 +57,22 @@ def test_damaged_last_line_is_dropped(run_dir: RunDir, rest: str) -> None:
     assert steps_in_lines(run_dir) == [1, 2, 6]
 
 
-def test_hparams_are_in_the_same_run(run_dir: RunDir) -> None:
-    tracker = Tracker(run_dir, 0)
+def test_settings_and_hparams_are_in_the_same_run(run_dir: RunDir) -> None:
+    tracker = Tracker(run_dir, 0, "as it was")
     tracker.log(1, {"eval/top1": 0.5})
     tracker.log_hparams({"optim.lr": 0.1, "model.name": "mlp", "drop_last": False}, {"eval/top1": 0.5})
-    tracker.log_text("config", "as it was")
     tracker.close()
     assert len(event_files(run_dir)) == 1
     events = EventAccumulator(str(run_dir.path))
     events.Reload()
     assert "_hparams_/session_start_info" in events.PluginTagToContent("hparams")
-    assert events.Tensors("config/text_summary")[0].tensor_proto.string_val == [b"as it was"]
+    assert events.Tensors("config/text_summary")[0].tensor_proto.string_val == [b"```\nas it was\n```"]
     assert [(e.step, e.value) for e in events.Scalars("eval/top1")] == [(1, 0.5)]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     tracker = NullTracker()
     tracker.log(1, {"x": 1.0})
-    tracker.log_text("a", "b")
     tracker.log_hparams({}, {})
     tracker.flush()
     tracker.close()

@@ -63,7 +63,7 @@ def epoch_permutation(num_samples: int, seed: int, epoch: int, device: torch.dev
     return torch.argsort(hash_of(key_of(seed, epoch), torch.arange(num_samples, device=device)), stable=True)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RankBatch:
     """One rank's part of one global batch."""
 
@@ -83,6 +83,8 @@ def cut_for_rank(ids: Tensor, rank: int, world_size: int, max_micro_batch: int) 
     start, stop = slice_bounds(len(ids), rank, world_size)
     if start == stop:
         return [ids[:1]], True
+    if stop - start <= max_micro_batch:
+        return [ids if world_size == 1 else ids[start:stop]], False
     pieces = -(-(stop - start) // max_micro_batch)
     bounds = [slice_bounds(stop - start, piece, pieces) for piece in range(pieces)]
     return [ids[start + low : start + high] for low, high in bounds], False
@@ -109,8 +111,9 @@ class Order:
         """Batches from position (epoch, first) on, without end. A position in the middle costs nothing to reach."""
         while True:
             permutation = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
+            cuts = permutation.split(self.global_batch_size)
             for index in range(first, self.batches_per_epoch):
-                ids = permutation[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+                ids = cuts[index]
                 pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch)
                 yield RankBatch(epoch, index, len(ids), pieces, is_dummy)
             epoch, first = epoch + 1, 0
