@@ -1,0 +1,190 @@
+"""Measure in turn, compare pair by pair, say how far the figures spread. Knows no workload and no torch."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).resolve().parent.parent
+VERSIONS = ("torch", "torchvision", "accelerate", "tensorboard")
+# Load per core, before we start, from which on the figures are not to be trusted.
+BUSY = 0.25
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median of some values, and the quartiles around it."""
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def show(self) -> str:
+        return f"{_short(self.median)} ({_short(self.low)}-{_short(self.high)})"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a ratio must reach."""
+
+    sense: Literal[">=", "<="]
+    value: float
+
+    def is_met_by(self, ratio: float) -> bool:
+        return ratio >= self.value if self.sense == ">=" else ratio <= self.value
+
+    def show(self) -> str:
+        return f"{self.sense} {self.value:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison. `key` names it for good: workload/what."""
+
+    key: str
+    subject: str
+    versus: str
+    result: str
+    """The figure that counts, as the table shows it."""
+    value: float | None = None
+    target: str = ""
+    is_met: bool | None = None
+    """None where there is no target, or where nothing was measured."""
+    pairs: int = 0
+    details: dict[str, Any] = field(default_factory=dict)
+    """For the JSON file: all that was measured."""
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles; of a single value, that value."""
+    quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    return Spread(statistics.median(values), quartiles[0], quartiles[2], len(values))
+
+
+def in_turn(variants: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """Measure each variant once a round, A B A B: value i of each was measured right after those of the others."""
+    measured: dict[str, list[T]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, measure in variants.items():
+            measured[name].append(measure())
+    return measured
+
+
+def ratio_row(
+    key: str,
+    measured: Mapping[str, Sequence[float]],
+    subject: str,
+    versus: str,
+    unit: str,
+    target: Target | None = None,
+) -> Row:
+    """The median of the ratios subject/versus of each pair, beside both medians."""
+    pairs = list(zip(measured[subject], measured[versus], strict=True))
+    ratio = spread([ours / theirs for ours, theirs in pairs])
+    return Row(
+        key=key,
+        subject=f"{subject}: {spread(measured[subject]).show()} {unit}",
+        versus=f"{versus}: {spread(measured[versus]).show()} {unit}",
+        result=ratio.show(),
+        value=ratio.median,
+        target=target.show() if target else "",
+        is_met=target.is_met_by(ratio.median) if target else None,
+        pairs=len(pairs),
+        details={
+            "unit": unit, "ratio": asdict(ratio), subject: list(measured[subject]), versus: list(measured[versus])
+        },
+    )  # fmt: skip
+
+
+def skipped(key: str, reason: str) -> Row:
+    """A row for what cannot be measured here."""
+    return Row(key, "", "", f"skipped: {reason}")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown."""
+    header = ["what", "measured", "against", "ratio", "pairs", "target", "met"]
+    lines = [header, ["---"] * len(header)]
+    for row in rows:
+        met = {True: "yes", False: "**no**", None: ""}[row.is_met]
+        lines.append([row.key, row.subject, row.versus, row.result, str(row.pairs or ""), row.target, met])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures depend on, as it is now."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": list(os.getloadavg()),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in VERSIONS},
+    }
+
+
+def header(machine: Mapping[str, Any]) -> str:
+    """The machine in a few lines, with a warning where it is busy with something else."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    load = " ".join(f"{value:.2f}" for value in machine["load"])
+    lines = [f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores; load average {load} before the start"]
+    lines += [f"Python {machine['python']}, {versions}; medians (and quartiles), ratios pair by pair"]
+    if machine["load"][0] > BUSY * machine["cores"]:
+        lines.append("WARNING: the machine is busy with something else; trust no figure below, ratios least badly")
+    return "\n".join(lines)
+
+
+def save(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Everything measured, as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def run_python(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Run this Python in the project's folder; returns what it printed. Raises with the end of its output if it
+    fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(arguments)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
+    return done.stdout
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -1,0 +1,43 @@
+"""From the start of the process to the end of the first training step: Lockstep's command and an Accelerate script."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row, run_python
+from benchmarks.synthetic import MARK
+from configs.schema import DataConfig
+from trainer.prepare import prepare_data
+
+ROUNDS = 7
+LOCKSTEP, ACCELERATE = "Lockstep", "Accelerate script"
+SETTINGS = ("model.name=benchmarks.synthetic:MarkedNet", "model.args={}", "loss.name=cross_entropy")
+LENGTH = ("max_epochs=null", "max_steps=2")
+
+
+def measure(rounds: int | None = None) -> list[Row]:
+    """Whole processes in turn, with the same model and data; both may use all cores."""
+    prepare_data(DataConfig(root=str(ROOT / "data")))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        lockstep = ["-m", "launch", "train", "configs/tutorial.yaml", *SETTINGS, *LENGTH, "--runs-dir", name]
+        variants: dict[str, Callable[[], float]] = {
+            LOCKSTEP: partial(first_step_s, lockstep, folder),
+            ACCELERATE: partial(first_step_s, ["-m", "benchmarks.accelerate_script"], folder),
+        }
+        for variant in variants.values():
+            variant()  # files into the page cache, bytecode to the disk
+        measured = in_turn(variants, rounds or ROUNDS)
+    return [ratio_row("startup/first-step", measured, LOCKSTEP, ACCELERATE, "s", Target("<=", 1.1))]
+
+
+def first_step_s(arguments: list[str], folder: Path) -> float:
+    """Run the command to its end; returns the seconds from its start to the mark of its model."""
+    mark = folder / "mark"
+    start = time.time()
+    run_python(arguments, {MARK: str(mark)})
+    seconds = float(mark.read_text(encoding="ascii")) - start
+    mark.unlink()
+    return seconds
