@@ -1,0 +1,48 @@
+"""A run that fails says last of all which rank failed, at which step, why, and where its log is."""
+
+import re
+
+import pytest
+
+from tests.e2e.commands import Place, needs_proc
+from trainer import checkpoint
+
+pytestmark = needs_proc
+
+CAUSES = {
+    "Raises": r"at epoch 1 step 9: ValueError: boom-731 \(.*toys\.py:\d+\)",
+    "Killed": r": killed by SIGKILL \(out of memory\?\)",
+    "Exits": r": exit code 7",
+    "NotFinite": r"at epoch 1 step 9: the loss is not finite at step 9 on rank 1 .*",
+}
+
+
+@pytest.mark.parametrize("how", CAUSES)
+def test_the_first_failure_is_the_last_thing_on_the_screen(here: Place, how: str) -> None:
+    model = (f"model.name=tests.dist.toys:{how}", "model.args={rank: 1, step: 9}")
+    failed = here.run("train", "tiny.yaml", *model, "--run-name", "bad", "--nproc", "2", code=1)
+    assert here.living() == []
+    (cause,) = re.findall(r"^FAILED: (.*)$", failed.last_lines, re.MULTILINE)
+    rank = "[01]" if how == "NotFinite" else "1"  # all ranks know of a bad loss at the same moment
+    assert re.fullmatch(rf"rank {rank} of 2 \(pid \d+\) ?{CAUSES[how]}", cause), failed.output
+    (log,) = re.findall(r"^log: (.*)$", failed.last_lines, re.MULTILINE)
+    assert (here.folder / log).is_file()
+    assert failed.lines[-1] == "hint: go on from step_00000008 with: python -m launch resume bad"
+    for text in ("ChildFailedError", "torch/distributed", "Traceback"):
+        assert text not in failed.output
+    assert list(here.temporary.iterdir()) == []
+
+
+def test_a_checkpoint_that_does_not_fit_on_the_disk_loses_nothing(finished: Place) -> None:
+    folder = finished.run_dir("done").checkpoints
+    before = sorted(path.name for path in folder.iterdir())
+    # 250 blocks of 512 or 1024 bytes, depending on the shell; the weights have 282,640 bytes.
+    limited = ("sh", "-c", 'ulimit -f 250; exec "$@"', "sh")
+    failed = finished.run("resume", "done", "max_epochs=3", "--allow-changes", wrapped_in=limited, code=3)
+    said = (
+        r"^environment error: cannot write \S+/checkpoints/\S+\.safetensors: .*too large.*; the last checkpoint stands"
+    )
+    assert re.search(said, failed.last_lines, re.MULTILINE | re.IGNORECASE)
+    assert "Traceback" not in failed.output
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert [checkpoint.fault_of(path) for path in checkpoint.step_folders(folder)] == [None, None]

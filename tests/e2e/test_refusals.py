@@ -1,0 +1,59 @@
+"""What is refused before anything starts, and what only plans: one clear line each, no folder, no process."""
+
+import re
+
+import pytest
+
+from tests.e2e.commands import Place, needs_proc
+
+pytestmark = needs_proc
+
+
+def refused(here: Place, code: int, *arguments: str) -> list[str]:
+    """The lines of a command that must start nothing."""
+    command = here.run("train", "tiny.yaml", *arguments, code=code)
+    assert "Traceback" not in command.output
+    assert not (here.folder / "runs").exists()
+    return command.lines
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "abc", ""])
+def test_a_strange_number_of_processes_is_one_line(here: Place, nproc: str) -> None:
+    (line,) = refused(here, 2, "--nproc", nproc)
+    assert line.startswith("config error: --nproc (NGPU) ")
+    assert line.endswith(f"got {nproc!r}")
+
+
+def test_what_the_machine_cannot_do_is_one_line(here: Place) -> None:
+    (line,) = refused(here, 3, "device=cuda")
+    assert re.fullmatch(r"environment error: device=cuda, but torch sees no GPU: \S.*; use device=auto or .*", line)
+    (line,) = refused(here, 2, "global_batch_size=1", "--nproc", "2")
+    assert "global_batch_size=1 is smaller than the number of processes, 2;" in line
+    (line,) = refused(here, 2, "--launcher", "accelerate", "--nproc", "2")
+    assert "Accelerate 1.15 starts one process" in line
+
+
+def test_all_that_is_wrong_in_a_config_is_told_at_once(here: Place) -> None:
+    (here.folder / "tiny.yaml").write_text("max_epochs: 2\nglobal_batch_size: 8\noptim:\n  lr: fast\n  momentun: 0.9\n")
+    lines = refused(here, 2, "data.num_classes=-3", "mixed_precision=fp17", "--nproc", "many")
+    assert [line.startswith("config error: ") for line in lines] == [True] * 5
+    typo = "tiny.yaml:5: unknown key 'optim.momentun'; did you mean 'optim.momentum'?"
+    for part in ("tiny.yaml:4: optim.lr: 'fast'", typo, "data.num_classes=-3", "fp17", "'many'"):
+        assert sum(part in line for line in lines) == 1, part
+
+
+def test_plan_makes_no_folder_and_imports_no_torch(here: Place) -> None:
+    plan = here.run("plan", "tiny.yaml", "--nproc", "2", python=("-X", "importtime"))
+    imported = set(re.findall(r"^import time:.*\| +(\S+)$", plan.output, re.MULTILINE))
+    assert "launch.plan" in imported
+    assert not imported & {"torch", "accelerate", "trainer", "numpy"}
+    assert re.search(r"^run +runs/tiny-001 \(new\)$", plan.output, re.MULTILINE)
+    assert not (here.folder / "runs").exists()
+
+
+def test_plan_with_a_probe_knows_the_network(here: Place) -> None:
+    plan = here.run("plan", "tiny.yaml", "--probe")
+    assert re.search(r"^parameters +70,660$", plan.output, re.MULTILINE)
+    assert "8 per epoch x 2 epochs = 16" in plan.output
+    assert not (here.folder / "runs").exists()
+    assert list(here.temporary.iterdir()) == []

@@ -1,0 +1,132 @@
+"""Stops and kills: nothing is left running, and what was saved goes on, bit for bit."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from configs.contract import Outcome
+from launch.signals import SAME_CTRL_C_S
+from tests.e2e.commands import Command, Place, needs_proc, until
+
+pytestmark = needs_proc
+
+HELD = ("model.name=tests.e2e.toys:Held", "model.args={}")
+STREAMED = ("data.residency=stream", "data.num_workers=2")
+ENDLESS = ("max_epochs=null", "max_steps=1000000", "eval.every_epochs=null", "checkpoint.every_epochs=null")
+
+
+def test_every_way_to_stop_saves_one_checkpoint_and_goes_on(here: Place) -> None:
+    """Two ranks with loader workers: Ctrl-C, SIGTERM to the launcher, SIGTERM to one rank alone."""
+
+    def terminate_rank_1(_: Command) -> None:
+        os.kill(int(here.attempt("long", "003").pid(1).read_text()), signal.SIGTERM)
+
+    start = ("train", "tiny.yaml", *ENDLESS, *STREAMED, "--run-name", "long", "--nproc", "2")
+    first, again = _stopped(here, "001", start, Command.interrupt, "SIGINT")
+    second, again = _stopped(here, "002", again, lambda command: command.process.terminate(), "SIGTERM", first)
+    _stopped(here, "003", again, terminate_rank_1, "SIGTERM", second)
+
+
+def _stopped(
+    here: Place, label: str, arguments: tuple[str, ...], stop: Callable[[Command], None], name: str, resumed: int = 0
+) -> tuple[int, tuple[str, ...]]:
+    """Start, stop in the middle; returns the step it stopped at and what it says to type to go on."""
+    command = here.start(*arguments)
+    command.until(lambda: _last_step(here.run_dir("long").metrics) > resumed + 3, "a few steps")
+    assert len(here.living()) >= 8  # launcher, torchrun, two ranks, four loader workers
+    stop(command)
+    command.ends_with(130 if name == "SIGINT" else 75)
+    until(lambda: here.living() == [], "the end of all that the launcher had started")
+    assert list(here.temporary.iterdir()) == []
+    last_line = rf"stopped by {name} at step (\d+); checkpoint (\S+); go on with: python -m launch (.*)"
+    found = re.fullmatch(last_line, command.lines[-1])
+    assert found, command.output
+    step, saved = int(found[1]), found[2]
+    assert saved == f"step_{step:08d}"
+    for rank in (0, 1):
+        outcome = Outcome.load(here.attempt("long", label).outcome(rank))
+        assert outcome is not None
+        assert (outcome.status, outcome.step, outcome.checkpoint) == ("stopped", step, saved)
+    checkpoints = [path.name for path in here.run_dir("long").checkpoints.iterdir()]
+    assert sorted(checkpoints) == [f"step_{number:08d}" for number in (resumed, step) if number]
+    logs = [path.read_text() for path in here.attempt("long", label).logs.iterdir()]
+    assert not any("Traceback" in text for text in (command.output, *logs))
+    assert resumed == 0 or any(f"step_{resumed:08d}: " in line for line in command.lines if line.startswith("resume "))
+    return step, tuple(shlex.split(found[3]))
+
+
+def _last_step(metrics: Path) -> int:
+    """The last step in metrics.jsonl; 0 if there is none, or none that is written out."""
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def test_a_second_ctrl_c_ends_at_once(here: Place) -> None:
+    command = here.start("train", "tiny.yaml", *HELD, "launch.grace_s=1000", "--run-name", "stuck", HOLD_AT="9")
+    command.until(here.held(1), "a rank that is stuck")
+    (refusal,) = here.run("resume", "stuck", code=2).lines
+    assert f"run 'stuck' is in use by another launch (pid {command.process.pid})" in refusal
+    assert re.search(r"^stuck +running +8$", here.run("runs").output, re.MULTILINE)
+    command.interrupt()
+    command.until(here.attempt("stuck").stop_request.exists, "the stop request")
+    pressed = time.monotonic()
+    until(lambda: time.monotonic() > pressed + SAME_CTRL_C_S, "a press that counts as another one")
+    command.interrupt()
+    command.ends_with(130)
+    assert here.living() == []
+    assert list(here.temporary.iterdir()) == []
+    stopped, hint = command.lines[-2:]
+    assert stopped == "stopped by SIGINT: second Ctrl-C, all processes were killed"
+    assert hint == "hint: go on from step_00000008 with: python -m launch resume stuck"
+    assert "Traceback" not in command.output
+
+
+def test_nothing_outlives_a_killed_launcher(here: Place) -> None:
+    command = here.start("train", "tiny.yaml", *HELD, *STREAMED, "--run-name", "x", "--nproc", "2", HOLD_AT="2")
+    command.until(here.held(2), "two ranks that are stuck")
+    assert len(here.living()) >= 8
+    command.process.kill()
+    command.ends_with(-signal.SIGKILL)
+    until(lambda: here.living() == [], "the end of all that the launcher had started")
+    assert re.search(r"^x +killed$", here.run("runs").output, re.MULTILINE)
+
+
+@pytest.mark.parametrize("nproc", ["1", "2"])
+def test_a_killed_run_goes_on_bit_for_bit(here: Place, nproc: str) -> None:
+    """A SIGKILL of everything at once; with one process the newest checkpoint is damaged as well."""
+    settings = ("train", "tiny.yaml", *HELD, "checkpoint.every_steps=3", "optim.name=adam", "optim.momentum=0")
+    whole = here.start(*settings, "--run-name", "whole", "--nproc", nproc)
+    start_cut = (*settings, "--run-name", "cut", "--nproc", nproc)
+    killed = here.start(*start_cut, HOLD_AT="13")
+    killed.until(here.held(int(nproc)), "all ranks in their 14th step")
+    whole.ends_with(0)
+    here.kill_all()
+    cut, saved = here.run_dir("cut"), "step_00000012"
+    if nproc == "1":
+        largest = max((cut.checkpoints / saved).iterdir(), key=lambda path: path.stat().st_size)
+        os.truncate(largest, largest.stat().st_size // 2)
+        resumed = here.run("resume", "cut")
+        said = rf"^skipped \S+/{saved}: {largest.name} has [\d,]+ of [\d,]+ bytes$"
+        assert re.search(said, resumed.output, re.MULTILINE)
+        saved = "step_00000009"
+    else:
+        resumed = here.run(*start_cut)
+    assert re.search(rf"^resume +{saved}: epoch 1, step {int(saved[5:])}$", resumed.output, re.MULTILINE)
+    assert cut.weights.read_bytes() == here.run_dir("whole").weights.read_bytes()
+    assert _metrics(cut.metrics) == _metrics(here.run_dir("whole").metrics)
+    assert [line["step"] for line in _metrics(cut.metrics) if "train/loss" in line] == list(range(1, 17))
+    assert len(list(cut.path.glob("events.out.tfevents.*"))) == 2  # of one run, in its own folder
+    assert list(here.temporary.iterdir()) == []
+
+
+def _metrics(path: Path) -> list[dict[str, float]]:
+    """All but the speeds."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in lines]

@@ -1,0 +1,33 @@
+"""A network that waits where a test wants it to, named in configurations as `tests.e2e.toys:Held`."""
+
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor, nn
+
+
+class Held(nn.Module):
+    """Says hello, and at training forward pass $HOLD_AT (counted from 0 in this process) makes the file
+    $HOLD/held-RANK and waits for $HOLD/go. Dropout and BatchNorm are what a resume gets wrong first."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.rank, self.calls = os.environ.get("RANK", "0"), 0
+        self.hold_at, self.folder = int(os.environ.get("HOLD_AT", "-1")), Path(os.environ.get("HOLD", ""))
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU())
+        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(0.3), nn.Linear(4 * 64, num_classes))
+        print(f"hello from rank {self.rank}")
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            if self.calls == self.hold_at:
+                self.hold()
+            self.calls += 1
+        logits: Tensor = self.head(self.features(images))
+        return logits
+
+    def hold(self) -> None:
+        (self.folder / f"held-{self.rank}").touch()
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
