@@ -14,7 +14,7 @@ from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
 from trainer.boundary import at_boundary
 from trainer.job import Job
-from trainer.loop import took_step
+from trainer.loop import take_step
 from trainer.prepare import prepare_data
 from trainer.run import Run
 from trainer.runtime import RunContext
@@ -51,7 +51,7 @@ def batches_of(job: Job) -> Iterator[tuple[Any, list[tuple[Tensor, Tensor]]]]:
 def take_steps(job: Job, batches: Iterator[Any], steps: int) -> None:
     """What trainer.loop.train does, for `steps` global batches."""
     for _ in range(steps):
-        took_step(job, batches)
+        take_step(job, batches)
         if job.pending is None:
             at_boundary(job)
 

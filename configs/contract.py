@@ -1,5 +1,4 @@
-"""What launcher and ranks tell each other: one plan going in, one outcome per rank coming back. JSON files, written
-atomically."""
+"""What launcher and ranks tell each other: a plan going in, an outcome of each rank coming back, as JSON."""
 
 import dataclasses
 import json
@@ -10,15 +9,21 @@ from typing import Any, Literal, Self
 
 from configs.schema import RunConfig
 
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""What asks a run to save and stop, sent to the launcher or to any rank."""
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader sees the old file or the whole new one, also after a power cut."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,7 @@ class WorkerPlan:
     local_world_size: int
     threads_per_rank: int
     store: str | None = None
-    """Path of the file through which the ranks of one node meet; None when they meet at MASTER_ADDR:MASTER_PORT, or
-    alone."""
+    """File through which the ranks of one node meet; None when they meet at MASTER_ADDR:MASTER_PORT, or are alone."""
     terminal: str | None = None
     """The launcher's terminal device for the progress bar; None when it has none."""
     checkpoint: str = "best"

@@ -1,6 +1,8 @@
 """Entry of one rank: `python -m trainer ATTEMPT_DIR`. First its own log, then the signals, then torch; errors become an
 outcome file."""
 
+import errno
+import gc
 import os
 import sys
 import sysconfig
@@ -10,22 +12,19 @@ import warnings
 from pathlib import Path
 
 from configs.contract import Outcome, WorkerPlan, write_atomically
-from configs.errors import EXIT_TRAINING, LockstepError
+from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
 from configs.run_dir import AttemptDir, RunDir
 from trainer.parent import die_with_parent
 from trainer.stop import StopFlag
 
-# What gloo, NCCL and the store say on a rank whose peer went away.
-_PEER_SIGNS = (
-    "Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe", "connectFullMesh",
-    "Timed out waiting", "Timeout waiting", "NCCL", "Watchdog caught collective", "wait timeout after",
-    "remote process exited", "Application timeout caused pair closure", "Read error", "Write error", "Socket closed",
-)  # fmt: skip
+# Errors of the machine, not of the run: no space, quota, file too large, read-only, bad disk, too many open files.
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
 
 
 def main(attempt: AttemptDir) -> int:
     """Run one rank; returns its exit code. Whatever happens is told in the outcome file."""
     rank = int(os.environ.get("RANK", "0"))
+    gc.disable()  # importing torch makes half a million objects; looking through them again and again takes 0.4 s
     die_with_parent()
     _redirect(attempt.rank_log(rank))
     stop = StopFlag()
@@ -52,31 +51,50 @@ def main(attempt: AttemptDir) -> int:
         )
     except BaseException as error:
         outcome = _failure(rank, error, run)
-        if not isinstance(error, LockstepError) and outcome.kind != "peer":
+        # Rank 0's log is the screen, where the launcher tells what is known as the last thing.
+        if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind == "peer"):
             traceback.print_exc()
-        elif rank != 0:  # rank 0's log is the screen, where the launcher tells it as the last thing
-            print(f"{outcome.kind}: {outcome.message}", flush=True)
-    outcome.save(attempt.outcome(rank))
+    try:
+        outcome.save(attempt.outcome(rank))
+    except OSError as error:  # a full disk: the launcher goes by the exit code and the log
+        print(f"{outcome.kind}: {outcome.message} (and its outcome cannot be written: {error})", flush=True)
     return outcome.exit_code
 
 
 def _failure(rank: int, error: BaseException, run: object) -> Outcome:
-    text = str(error) or type(error).__name__
-    if isinstance(error, LockstepError):
-        kind = error.kind
-    else:
-        kind = (
-            "peer"
-            if isinstance(error, RuntimeError) and any(sign in text for sign in _PEER_SIGNS)
-            else type(error).__name__
-        )
+    kind, exit_code = _classify(error)
     state = getattr(getattr(run, "job", None), "state", None)
     return Outcome(
-        rank, "failed", time.time(),
-        exit_code=error.exit_code if isinstance(error, LockstepError) else EXIT_TRAINING,
-        step=getattr(state, "step", None), epoch=getattr(state, "epoch", None),
-        kind=kind, message=text, where=_where(error),
-    )  # fmt: skip
+        rank,
+        "failed",
+        time.time(),
+        exit_code=exit_code,
+        step=getattr(state, "step", None),
+        epoch=getattr(state, "epoch", None),
+        kind=kind,
+        message=str(error) or type(error).__name__,
+        where=_where(error),
+    )
+
+
+def _classify(error: BaseException) -> tuple[str, int]:
+    """The outcome's kind and exit code."""
+    if isinstance(error, LockstepError):
+        return error.kind, error.exit_code
+    if isinstance(error, OSError) and error.errno in _MACHINE:
+        return EnvironmentProblem.kind, EXIT_ENVIRONMENT
+    names = {cls.__name__ for cls in type(error).__mro__}
+    if "AcceleratorError" in names:  # the GPU is gone or broken; out of memory is another class
+        return EnvironmentProblem.kind, EXIT_ENVIRONMENT
+    # gloo names its own source file in each message; torch.distributed's errors have a base class of their own.
+    from_peer = (
+        "DistError" in names
+        or "DistBackendError" in names
+        or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+    )
+    if from_peer and os.environ.get("WORLD_SIZE", "1") != "1":
+        return "peer", EXIT_TRAINING
+    return type(error).__name__, EXIT_TRAINING
 
 
 def _where(error: BaseException) -> str | None:

@@ -52,7 +52,7 @@ def reduce_window(job: Job) -> None:
 
 
 def log_point(job: Job) -> None:
-    """Write the means since the last log point; the only place of the loop that waits for the device."""
+    """Write the means since the last log point. Waits for the device, as do saving and evaluation; a step does not."""
     state, clock = job.state, job.clock
     reduce_window(job)
     if state.loss_count:
@@ -63,6 +63,7 @@ def log_point(job: Job) -> None:
         metrics["train/loss"] = state.last_train_loss
     if job.grad_norm is not None:
         metrics["optim/grad_norm"] = float(job.grad_norm)
+        job.grad_norm = None
     if clock.busy_s:
         metrics["perf/images_per_sec"] = clock.samples / clock.busy_s
         metrics["perf/data_wait_fraction"] = clock.data_wait_s / clock.busy_s

@@ -6,13 +6,12 @@ sizes and SHA-256. The folder is written under another name and renamed when eve
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,11 @@ MANIFEST = "manifest.json"
 _STEP = re.compile(r"step_(\d{8,})")
 _BEST = "best.json"
 _OLD = ".old_"
+_FIXES = {
+    "File too large": "raise `ulimit -f`",
+    "Permission denied": "make the folder writable",
+    "Read-only file system": "make the folder writable",
+}
 
 Tensors = dict[str, Tensor]
 
@@ -66,20 +70,19 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def save(context: RunContext, folder: Path, snapshot: Snapshot, keep: int, *, is_best: bool) -> Path:
-    """Write, publish, then delete what is older than the `keep` newest. Called by all ranks; raises on all if it fails
-    on one."""
+    """Write, publish, then delete all but the `keep` newest. Called by all ranks; what fails on one raises on all."""
     final = folder / step_name(snapshot.step)
     aside = folder / f".tmp_{final.name}"
     context.together(lambda: _open_aside(aside) if context.is_rank_zero else None)
     with _no_half_folder(context, aside):
-        context.together(lambda: _write_tensors(aside / f"rank_{context.rank}.safetensors", snapshot.own))
+        context.together(lambda: write_tensors(aside / f"rank_{context.rank}.safetensors", snapshot.own))
         context.together(lambda: _publish(aside, final, snapshot) if context.is_rank_zero else None)
-    context.together(lambda: _tidy(folder, final.name if is_best else None, keep) if context.is_rank_zero else None)
+    context.together(lambda: _tidy(final, keep, is_best=is_best) if context.is_rank_zero else None)
     return final
 
 
 @contextlib.contextmanager
-def _no_half_folder(context: RunContext, aside: Path) -> Any:
+def _no_half_folder(context: RunContext, aside: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
@@ -108,22 +111,23 @@ def recover(folder: Path) -> None:
 
 def _publish(aside: Path, final: Path, snapshot: Snapshot) -> None:
     for stem, tensors in snapshot.shared.items():
-        _write_tensors(aside / f"{stem}.safetensors", tensors)
+        write_tensors(aside / f"{stem}.safetensors", tensors)
     state = json.dumps(snapshot.state | {"format": FORMAT}, indent=1)
     _on_disk(aside / "state.json", lambda: (aside / "state.json").write_text(state, encoding="utf-8"))
     files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
     _on_disk(aside / MANIFEST, lambda: (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8"))
-    _sync(aside)
+    sync(aside)
     old = final.with_name(_OLD + final.name)
     if final.exists():  # the same step again: after a stop that put off what was due, or a resume from an older one
         final.rename(old)
     aside.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     if old.exists():
         shutil.rmtree(old)
 
 
-def _write_tensors(path: Path, tensors: Tensors) -> None:
+def write_tensors(path: Path, tensors: Tensors) -> None:
+    """A safetensors file that is on the disk when this returns. Raises EnvironmentProblem."""
     plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     _on_disk(path, lambda: save_file(plain, path))
 
@@ -132,20 +136,20 @@ def _on_disk(path: Path, write: Callable[[], object]) -> None:
     """Write and fsync; a full disk, a quota or a read-only folder becomes one sentence with the path."""
     try:
         write()
-        _sync(path)
+        sync(path)
     except Exception as error:  # safetensors wraps an OSError in its own class
         if not isinstance(error, OSError) and "I/O error" not in str(error) and "Io" not in str(error):
             raise
         free = shutil.disk_usage(path.parent).free
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        too_large = isinstance(error, OSError) and error.errno == errno.EFBIG
-        fix = "raise `ulimit -f`" if too_large or "File too large" in reason else "free some space"
+        fix = next((fix for sign, fix in _FIXES.items() if sign in reason), "free some space")
         raise EnvironmentProblem(
             f"cannot write {path}: {reason} ({free:,} bytes free); the last checkpoint stands; {fix}"
         ) from error
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -158,15 +162,16 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _tidy(folder: Path, best: str | None, keep: int) -> None:
-    if best is not None:
-        write_atomically(folder / _BEST, json.dumps({"name": best}))
-    _delete_old(folder, keep)
+def _tidy(final: Path, keep: int, *, is_best: bool) -> None:
+    if is_best:
+        write_atomically(final.parent / _BEST, json.dumps({"name": final.name}))
+    _delete_old(final, keep)
 
 
-def _delete_old(folder: Path, keep: int) -> None:
-    best = best_name(folder)
-    for path in step_folders(folder)[:-keep]:
+def _delete_old(final: Path, keep: int) -> None:
+    """Of the checkpoints up to `final` keep the newest `keep` and the best; what is newer is not judged here."""
+    best, found = best_name(final.parent), step_folders(final.parent)
+    for path in found[: found.index(final) + 1][:-keep]:
         if path.name != best:
             shutil.rmtree(path)
 
@@ -199,19 +204,26 @@ def fault_of(path: Path) -> str | None:
     return None
 
 
-def newest_valid(folder: Path, skipped: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint without a fault; each newer one that has one is told to `skipped`."""
+def newest_valid(folder: Path, skipped: Callable[[Path, str], None]) -> Path | None:
+    """The newest checkpoint without a fault; each newer one that has one is told to `skipped`, with its fault."""
     for path in reversed(step_folders(folder)):
         fault = fault_of(path)
         if fault is None:
             return path
-        skipped(f"skipped {path}: {fault}")
+        skipped(path, fault)
     return None
 
 
+def set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint, so that it is neither counted as one to keep nor in the way of the next."""
+    aside = path.with_name(f"damaged_{path.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+
+
 def load(path: Path) -> Loaded:
-    """Read a checkpoint that fault_of() found good. Raises CheckpointError if it is of a format this version does not
-    know."""
+    """Read a checkpoint that fault_of() found good. Raises CheckpointError if its format is not this version's."""
     state = json.loads((path / "state.json").read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path} has format {state.get('format')} and this version reads format {FORMAT}")
@@ -222,9 +234,11 @@ def load(path: Path) -> Loaded:
 
 
 def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ...]) -> Tensors:
-    """What belonged to each rank, for `rank` of `world_size`: as it was on the same world size, else the floating
-    tensors'
-    average and the integers of rank 0. Tensors named in `summed` are sums over ranks: rank 0 gets all of them."""
+    """What belonged to each rank, for `rank` of `world_size`.
+
+    On the same world size it is as it was; on another the average of the floating tensors and the integers of rank 0.
+    Tensors named in `summed` are sums over ranks: there rank 0 gets all of it.
+    """
     if len(loaded.ranks) == world_size:
         return loaded.ranks[rank]
     merged = {}

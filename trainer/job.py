@@ -17,7 +17,7 @@ from trainer.data.augment import Preprocess
 from trainer.data.order import Order
 from trainer.data.source import Source
 from trainer.evaluate import EvalResult, Evaluator
-from trainer.optim import Ema, Update
+from trainer.optim import Ema
 from trainer.runtime import RunContext
 from trainer.state import TrainState
 from trainer.stop import StopFlag
@@ -39,7 +39,8 @@ class Clock:
 class Pending:
     """An update whose outcome was not read yet: on a GPU it is read one step later."""
 
-    update: Update
+    applied: HostCopy | None
+    """False where the fp16 scaler found an overflow; None = applied for certain."""
     outcome: HostCopy
     """Where there are several ranks: their reduced signals. Else the loss."""
     lr: float

@@ -31,7 +31,7 @@ def train(job: Job) -> bool:
     job.module.train()
     batches = job.source.training(job.order.batches(state.epoch, state.batch_in_epoch))
     while not job.is_finished():
-        took_step(job, batches)
+        take_step(job, batches)
         if job.pending is not None:
             continue
         if job.agreed.stop and not job.is_at_end():
@@ -42,7 +42,7 @@ def train(job: Job) -> bool:
     return True
 
 
-def took_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
+def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     """Fetch one global batch, update on it, and count the update once its outcome is known."""
     start = time.perf_counter()
     batch, pieces = next(batches)
@@ -70,10 +70,11 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
                 piece_loss.backward(factor)
             else:
                 save = context.is_rank_zero and job.checkpoint_minutes_due()
-                values = signal_values(signals, context.rank, loss, stop=job.stop.is_set, save=save)
+                own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
+                values = signal_values(signals, context.rank, own_loss, stop=job.stop.is_set, save=save)
                 torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None
-    outcome = HostCopy(loss if job.signals is None or job.signals.grad is None else job.signals.grad)
+    outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
     settle(job)
     if outcome.is_ready:
         job.agreed = read_agreed(job, outcome)
@@ -82,6 +83,12 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     if not batch.is_dummy:
         job.window += loss
     update(job, batch.size, outcome)
+
+
+def reduced_signals(job: Job) -> Tensor:
+    assert job.signals is not None
+    assert job.signals.grad is not None, "the backward pass reached the signals"
+    return job.signals.grad
 
 
 def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
@@ -97,22 +104,25 @@ def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
 
 def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
-    images = job.preprocess.for_training(images, batch.epoch, ids.to(images.device))
+    images = job.preprocess.for_training(images, batch.epoch, ids)
     if job.config.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     if batch.is_dummy:
-        with evaluation_mode(job.module), job.context.autocast():
+        with evaluation_mode(job.module), job.context.autocast(), _eagerly(job):
+            output = job.module(images)
+    elif batch.size < job.order.global_batch_size:
+        with job.context.autocast(), _eagerly(job):
             output = job.module(images)
     else:
-        with job.context.autocast(), _stance(job, len(images)):
+        with job.context.autocast():
             output = job.module(images)
     logits, signals = output if job.signals is not None else (output, None)
     return job.loss_sum(logits if logits.dtype == torch.float64 else logits.float(), labels), signals
 
 
-def _stance(job: Job, size: int) -> contextlib.AbstractContextManager[object]:
-    """A ragged micro-batch runs uncompiled: compiling for its size would cost more than it saves."""
-    if not job.config.compile or size == job.order.max_micro_batch:
+def _eagerly(job: Job) -> contextlib.AbstractContextManager[object]:
+    """Uncompiled inside: for the odd batch, whose size to compile for would cost more than it saves."""
+    if not job.config.compile:
         return contextlib.nullcontext()
     eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return eager
@@ -120,19 +130,20 @@ def _stance(job: Job, size: int) -> contextlib.AbstractContextManager[object]:
 
 def update(job: Job, num_samples: int, outcome: HostCopy) -> None:
     """One update with the reduced gradient; its outcome is settled later."""
-    lr = job.lr()
-    optim = job.config.optim
-    wants_norm = (job.state.step + 1) % job.config.log.every_steps == 0
+    lr, step, optim = job.lr(), job.state.step + 1, job.config.optim
+    wants_norm = step % job.config.log.every_steps == 0 or step == job.total_steps
     result = apply_update(job.optimizer, job.context.scaler, lr, optim.max_grad_norm, want_grad_norm=wants_norm)
     job.grad_norm = result.grad_norm if result.grad_norm is not None else job.grad_norm
     for parameter in job.parameters:
         parameter.grad = None
-    job.pending = Pending(result, outcome, lr, num_samples)
+    if job.ema is not None:
+        job.ema.update(num_samples, job.state.samples_seen + num_samples, result.applied)
+    applied = None if result.applied is None else HostCopy(result.applied)
+    job.pending = Pending(applied, outcome, lr, num_samples)
 
 
 def settle(job: Job) -> None:
-    """Read how the last update went, count it, and stop all ranks if its loss was not finite or nothing is applied any
-    more."""
+    """Read how the last update went and count it; stop all ranks if its loss was bad or nothing is applied any more."""
     pending, state = job.pending, job.state
     if pending is None:
         return
@@ -141,11 +152,9 @@ def settle(job: Job) -> None:
         job.agreed = read_agreed(job, pending.outcome)
         if job.agreed.bad_ranks:
             raise bad_loss(job, pending.lr)
-    applied = pending.update.was_applied()
+    applied = pending.applied is None or bool(pending.applied.read()[0])
     state.count(applied=applied, num_samples=pending.num_samples)
     state.loss_count += pending.num_samples
-    if applied and job.ema is not None:
-        job.ema.update(pending.num_samples, state.samples_seen)
     if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise TrainingError(
             f"{state.skipped_in_a_row} updates in a row overflowed in fp16 at step {state.step} (batch {state.batch}, "
@@ -189,22 +198,20 @@ def _first_bad_parameter(job: Job) -> str | None:
 
 def settle_buckets(job: Job) -> None:
     """One backward pass of weight zero. DDP lays its buckets out anew after the first one; with that behind us, sums
-    are taken
-    in the same order after a resume as without it."""
+    are taken in the same order after a resume as without it."""
     images = torch.zeros(1, *job.image_shape, dtype=job.context.dtype, device=job.context.device)
-    with evaluation_mode(job.module), job.context.autocast():
+    with evaluation_mode(job.module), job.context.autocast(), _eagerly(job):
         logits, signals = job.module(images)
     (logits.float().sum() * 0 + signals.sum() * 0).backward()
-    for parameter in job.module.parameters():
+    for parameter in job.parameters:
         parameter.grad = None
 
 
 def _must_settle(job: Job, batch: RankBatch) -> bool:
-    """Whether something may be due after this update, so that its outcome is wanted now. Always where reading costs
-    nothing."""
+    """Whether something may be due after this update, so that its outcome is wanted now. Always where that is free."""
     assert job.pending is not None
     # Only what all ranks know in common may decide, or they would stop at different steps.
-    if job.context.device.type != "cuda" or job.agreed.stop or job.agreed.save:
+    if job.pending.outcome.is_ready or job.agreed.stop or job.agreed.save:
         return True
     step, config = job.state.step + 1, job.config
     intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)

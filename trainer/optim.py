@@ -45,10 +45,6 @@ class Update(NamedTuple):
     grad_norm: Tensor | None
     """Norm of the true (unscaled) gradient before clipping; None where nobody asked."""
 
-    def was_applied(self) -> bool:
-        """Waits for the device if there is a scaler."""
-        return self.applied is None or bool(self.applied)
-
 
 def apply_update(
     optimizer: torch.optim.Optimizer,
@@ -92,12 +88,19 @@ class Ema:
         self.tensors = {name: tensor.detach().clone() for name, tensor in self._live.items()}
 
     @torch.no_grad()
-    def update(self, num_samples: int, samples_seen: int) -> None:
-        """Move by `num_samples`. The half-life is at most a tenth of `samples_seen`, so that the start is forgotten in
-        time."""
+    def update(self, num_samples: int, samples_seen: int, applied: Tensor | None) -> None:
+        """Move by `num_samples`, unless the device's bool `applied` says that the weights did not move.
+
+        The half-life is at most a tenth of `samples_seen`, so that the start is forgotten in time.
+        """
         half_life = max(1.0, min(self.half_life_samples, samples_seen / 10))
         weight = 1.0 - 0.5 ** (num_samples / half_life)
-        torch._foreach_lerp_(list(self.tensors.values()), [t.detach() for t in self._live.values()], weight)
+        live = [tensor.detach() for tensor in self._live.values()]
+        if applied is None:
+            torch._foreach_lerp_(list(self.tensors.values()), live, weight)
+            return
+        for average, tensor in zip(self.tensors.values(), live, strict=True):
+            average.lerp_(tensor, (applied * weight).to(tensor.dtype))
 
 
 def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:

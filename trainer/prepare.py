@@ -47,10 +47,14 @@ def prepare_data(config: DataConfig) -> None:
                 unpack_mnist(aside / known.folder)
             else:
                 download(config, known, aside)
-            top = Path(known.folder).parts[0]
-            if (root / top).exists():
-                shutil.rmtree(root / top)
-            (aside / top).rename(root / top)
+            for path in (aside / known.folder).iterdir():
+                _sync(path)
+            final = root / known.folder
+            final.parent.mkdir(exist_ok=True)
+            if final.exists():  # incomplete; it goes with the folder aside
+                final.rename(aside / "incomplete")
+            (aside / known.folder).rename(final)
+            _sync(final.parent)
 
 
 @contextlib.contextmanager
@@ -71,6 +75,12 @@ def _aside(root: Path) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def unpack_mnist(folder: Path) -> None:
@@ -136,6 +146,9 @@ def main(arguments: list[str]) -> int:
     except LockstepError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"{EnvironmentProblem.kind}: {error}", file=sys.stderr)
+        return EnvironmentProblem.exit_code
     return 0
 
 

@@ -33,6 +33,8 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
         start = time.perf_counter()
         train_step(job, batch, pieces)
         settle(job)
+        if job.context.device.type == "cuda":
+            torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
     saved = snapshot(job, facts)
     tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]

@@ -1,7 +1,6 @@
-"""From a job to a checkpoint and back: which tensor belongs where, and whether a checkpoint fits the run that wants
-it."""
+"""From a job to a checkpoint and back: which tensor belongs where, and whether a checkpoint fits the run."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from trainer.optim import persistent_buffers
 from trainer.state import TrainState
 
 _WINDOW = "window"
+MACHINE = ("world_size", "device", "precision", "threads_per_rank")
+"""Facts that a resume may change, at the price of the bits."""
 
 
 def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
@@ -30,7 +31,6 @@ def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
         own |= {f"ema/{name}": t for name, t in job.ema.tensors.items() if name not in parameters}
     scaler = job.context.scaler
     state = facts | {
-        "world_size": job.context.world_size,
         "train_state": job.state.as_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "wall_s": job.wall_s(),
@@ -99,45 +99,60 @@ def _optimizer_tensors(job: Job) -> dict[str, Tensor]:
 
 
 def _load_optimizer(job: Job, tensors: dict[str, Tensor]) -> None:
-    names = {id(parameter): name for name, parameter in job.model.named_parameters()}
+    parameters = dict(job.model.named_parameters())
+    names = {id(parameter): name for name, parameter in parameters.items()}
     entries: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
-        entries.setdefault(name, {})[entry] = tensor
+        entries.setdefault(name, {})[entry] = _laid_out_like(parameters[name], tensor)
     ordered = [names[id(p)] for group in job.optimizer.param_groups for p in group["params"]]
     state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
     # Through load_state_dict, which knows where each optimizer wants its step counter.
     job.optimizer.load_state_dict(job.optimizer.state_dict() | {"state": state})
 
 
+def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor` in the memory format of its parameter: fused kernels go through both by raw offset."""
+    return tensor if tensor.ndim == 0 else torch.empty_like(parameter, device="cpu", dtype=tensor.dtype).copy_(tensor)
+
+
 def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:
-    """Restore the newest valid checkpoint in `folder`, the same on all ranks. Returns its name, or None if there is
-    none."""
+    """Restore the newest valid checkpoint in `folder`, the same on all ranks. Returns its name, or None."""
     context = job.context
 
     def choose() -> str | None:
         if not context.is_rank_zero:
             return None
         checkpoint.recover(folder)
-        skipped: list[str] = []
-        newest = checkpoint.newest_valid(folder, skipped.append)
-        for text in skipped:
-            job.console.line(text)
-        if newest is None and skipped:
-            raise CheckpointError(f"no valid checkpoint is left in {folder}: {skipped[0]}; start anew with --fresh")
+        damaged: dict[Path, str] = {}
+        newest = checkpoint.newest_valid(folder, damaged.__setitem__)
+        for path, fault in damaged.items():
+            job.console.line(f"skipped {path}: {fault}")
+        if newest is None and damaged:
+            path, fault = next(iter(damaged.items()))
+            raise CheckpointError(f"no valid checkpoint is left in {folder}: {path.name}: {fault}; use --fresh")
+        for path in damaged:
+            checkpoint.set_aside(path)
         return None if newest is None else newest.name
 
     name = context.gather_objects(context.together(choose))[0]
     if name is None:
         return None
-    path = folder / name
-    context.together(lambda: restore(job, checkpoint.load(path), path, facts))
+    loaded = context.together(lambda: _restore_from(job, folder / name, facts))
+    changed = [f"{key} {loaded.state[key]} -> {facts[key]}" for key in MACHINE if loaded.state[key] != facts[key]]
+    if changed:
+        job.console.line(f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits")
     return name
 
 
+def _restore_from(job: Job, path: Path, facts: dict[str, Any]) -> Loaded:
+    loaded = checkpoint.load(path)
+    restore(job, loaded, path, facts)
+    return loaded
+
+
 def load_weights(model: nn.Module, source: str) -> None:
-    """init_from: copy weights and buffers from a safetensors file, or from a run folder that holds
-    model.safetensors."""
+    """init_from: copy weights and buffers from a safetensors file, or from a run folder's model.safetensors."""
     path = Path(source) / "model.safetensors" if Path(source).is_dir() else Path(source)
     if not path.is_file():
         raise ConfigError(f"init_from: {path} does not exist")
@@ -150,22 +165,28 @@ def load_weights(model: nn.Module, source: str) -> None:
     model.load_state_dict(found)
 
 
-def load_for_evaluation(job: Job, folder: Path, which: str, facts: dict[str, Any], say: Callable[[str], None]) -> str:
-    """Restore `which` (best, last or a step number). Raises CheckpointError if it is not there or not valid."""
-    if which == "best":
-        name = checkpoint.best_name(folder)
-    elif which == "last":
-        newest = checkpoint.newest_valid(folder, say)
-        name = None if newest is None else newest.name
-    else:
-        name = checkpoint.step_name(int(which))
+def load_for_evaluation(job: Job, folder: Path, which: str, facts: dict[str, Any]) -> str:
+    """Restore `which` (best, last or a step number), the same on all ranks. Raises CheckpointError."""
+    context = job.context
+    choose = partial(_choose_for_evaluation, folder, which)
+    name = context.gather_objects(context.together(lambda: choose() if context.is_rank_zero else ""))[0]
+    context.together(lambda: _restore_from(job, folder / name, facts))
+    return name
+
+
+def _choose_for_evaluation(folder: Path, which: str) -> str:
+    """Name of a valid checkpoint. Before the first evaluation there is no best one: then it is the last."""
+    best = checkpoint.best_name(folder) if which == "best" else None
+    if which in ("best", "last") and best is None:
+        newest = checkpoint.newest_valid(folder, lambda *_: None)
+        best = None if newest is None else newest.name
+    name = best if which in ("best", "last") else checkpoint.step_name(int(which))
     there = [path.name for path in checkpoint.step_folders(folder)]
     if name is None or name not in there:
         raise CheckpointError(f"{folder} has no checkpoint {which!r}; it has {', '.join(there) or 'none'}")
     fault = checkpoint.fault_of(folder / name)
     if fault is not None:
         raise CheckpointError(f"{folder / name} cannot be used: {fault}")
-    restore(job, checkpoint.load(folder / name), folder / name, facts)
     return name
 
 

@@ -1,6 +1,7 @@
 """The one place that builds everything, in order, and hands it to the loop. Reads like a recipe."""
 
 import copy
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from configs.contract import WorkerPlan, write_atomically
@@ -23,9 +23,9 @@ from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
 from trainer.console import Console
 from trainer.data.augment import Preprocess
-from trainer.data.datasets import Data, TensorSplit, as_image_tensor, load_data
+from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
 from trainer.data.order import Order
-from trainer.data.source import build_source, choose_residency
+from trainer.data.source import build_source, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.job import Job
 from trainer.loop import stop_if_weights_bad, train
@@ -60,6 +60,7 @@ class Run:
         """Build, resume, train, evaluate, save. Raises LockstepError for what the user should know."""
         context = RunContext(self.plan)
         job, facts, screen = self.build(context)
+        commit = summary.ask_git() if context.is_rank_zero else None
         last = resume.resume_newest(job, self.run_dir.checkpoints, facts)
         if last is not None:
             screen.append(f"resume     {last}: epoch {job.state.epoch}, step {job.state.step}")
@@ -68,39 +69,49 @@ class Run:
         if context.is_rank_zero:
             job.tracker = Tracker(self.run_dir, job.state.logged_until(), json.dumps(facts["config"], indent=1))
         try:
-            is_finished = self._train(job)
+            is_finished, result = self._train(job, commit)
         finally:
+            job.console.close()
             job.tracker.close()
         context.close()
+        if result is not None:
+            summary.check_expectations(job.config.expect, result["metrics"])
         return Ending(is_finished, job.state.step, job.state.epoch, checkpoint.step_name(job.state.step))
 
-    def _train(self, job: Job) -> bool:
+    def _train(self, job: Job, commit: summary.GitAnswer | None) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether the run is finished, and if it is, its result."""
         job.console.start(job.total_steps, job.state.step)
+        gc.freeze()  # all that was built so far stays; only what training makes is looked through
+        gc.enable()
         seen, began = job.state.samples_seen, time.monotonic()
-        is_finished = train(job)
+        if not train(job):
+            return False, None
+        if not job.evaluations:  # an earlier attempt was killed between its last checkpoint and its result
+            evaluate(job)
         job.console.close()
-        if is_finished:
-            if not job.evaluations:  # an earlier attempt was killed between its last checkpoint and its result
-                evaluate(job)
-            rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
-            self._finish(job, rate)
-        return is_finished
-
-    def _finish(self, job: Job, images_per_sec: float) -> None:
-        result = summary.result_of(job, self.plan, images_per_sec)
+        rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
+        result = summary.result_of(job, self.plan, rate)
         if job.context.is_rank_zero:
-            aside = self.run_dir.weights.with_suffix(".tmp")
-            save_file(resume.averaged_state(job, job.evaluator.model), aside)
+            self._export(job)
+            summary.report_result(job, self.run_dir, result | {"git_commit": commit() if commit else None})
+        return True, result
+
+    def _export(self, job: Job) -> None:
+        """model.safetensors, complete or absent, for other programs."""
+        aside = self.run_dir.weights.with_suffix(".tmp")
+        try:
+            checkpoint.write_tensors(aside, resume.averaged_state(job, job.evaluator.model))
             aside.replace(self.run_dir.weights)
-            summary.report_result(job, self.run_dir, result)
-        summary.check_expectations(job.config.expect, result["metrics"])
+            checkpoint.sync(self.run_dir.path)
+        finally:
+            aside.unlink(missing_ok=True)
 
     def evaluate(self) -> Ending:
         """Evaluate one checkpoint; write eval.json beside the plan."""
         context = RunContext(self.plan)
         job, facts, _ = self.build(context)
         folder, which = self.run_dir.checkpoints, self.plan.checkpoint
-        name = context.together(lambda: resume.load_for_evaluation(job, folder, which, facts, job.console.line))
+        name = resume.load_for_evaluation(job, folder, which, facts)
         job.console.line(f"{name}, {context.world_size} x {self.plan.device}, precision {context.precision}")
         weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
         metrics: dict[str, float] = {}
@@ -122,7 +133,11 @@ class Run:
         data = context.together(lambda: load_data(config.data))
         shape = image_shape(data)
         model = context.together(lambda: self._model(context, data, shape))
-        splits = (data.train, data.evaluation)
+        splits: tuple[MapStyle, MapStyle] = (data.train, data.evaluation)
+        if config.data.residency == "device":
+            splits = context.together(
+                lambda: (materialise(data.train, config.seed), materialise(data.evaluation, config.seed))
+            )
         residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
         order = Order(
             num_samples=len(data.train),
@@ -145,7 +160,7 @@ class Run:
             num_classes=data.num_classes,
             channels_last=config.channels_last,
         )
-        facts = self._facts(data, batch.global_batch_size)
+        facts = self._facts(context, data, batch.global_batch_size)
         module, signals = prepare(context, model, compile_it=config.compile)
         self.job = job = Job(
             config=config,
@@ -177,15 +192,15 @@ class Run:
         config = self.plan.config
         model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
         if config.sync_batchnorm and context.world_size > 1:
-            check_sync_batchnorm(context.device.type)
+            check_sync_batchnorm(config, len(data.train), context)
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        if config.init_from is not None:
+        if config.init_from is not None and not checkpoint.step_folders(self.run_dir.checkpoints):
             resume.load_weights(model, config.init_from)
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return model.to(context.device)
 
-    def _facts(self, data: Data, global_batch_size: int) -> dict[str, Any]:
+    def _facts(self, context: RunContext, data: Data, global_batch_size: int) -> dict[str, Any]:
         """What a checkpoint says of its run; resume.py compares some of it."""
         return {
             "config": self.plan.config.model_dump(mode="json"),
@@ -196,6 +211,9 @@ class Run:
             "global_batch_size": global_batch_size,
             "dtype": self.plan.config.dtype,
             "optimizer": self.plan.config.optim.name,
+            "world_size": context.world_size,
+            "device": self.plan.device,
+            "precision": context.precision,
             "threads_per_rank": self.plan.threads_per_rank,
             "versions": summary.versions(),
         }

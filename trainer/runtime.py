@@ -18,8 +18,9 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from configs.contract import WorkerPlan
-from configs.derive import resolve_precision
+from configs.derive import plan_batches, resolve_precision
 from configs.errors import ConfigError, EnvironmentProblem, LockstepError
+from configs.schema import RunConfig
 from trainer.data.order import key_of
 
 T = TypeVar("T")
@@ -186,9 +187,18 @@ def _build_accelerator(device: str, precision: str) -> Accelerator:
     return accelerator
 
 
-def check_sync_batchnorm(device: str) -> None:
-    """SyncBatchNorm raises on a CPU inside a process group; say so before anything is built."""
-    if device != "cuda":
-        raise ConfigError(
-            f"sync_batchnorm: true works on GPUs only and the device is {device}; use sync_batchnorm: false"
-        )
+def check_sync_batchnorm(config: RunConfig, num_samples: int, context: RunContext) -> None:
+    """Raise ConfigError where SyncBatchNorm would raise or hang.
+
+    Its ranks exchange statistics in every forward pass, so all must make the same number of them, on a GPU each.
+    """
+    if context.device.type != "cuda":
+        raise ConfigError(f"sync_batchnorm: true works on GPUs only and the device is {context.device.type}")
+    batch = plan_batches(config, context.world_size).global_batch_size
+    ragged = 0 if config.drop_last else num_samples % batch
+    for what, size in (("global_batch_size", batch), ("the last batch of an epoch", ragged)):
+        if size % context.world_size:
+            raise ConfigError(
+                f"sync_batchnorm: true needs equal shares and {what}, {size}, does not divide over "
+                f"{context.world_size} processes; use drop_last: true or another global_batch_size"
+            )

@@ -1,9 +1,11 @@
 """What a run says of itself: the plan on one screen, and the result on the screen, in result.json and in
 TensorBoard."""
 
+import importlib.metadata
 import json
 import platform
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
 from trainer.job import Job
+
+GitAnswer = Callable[[], str | None]
 
 
 def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, Any], residency: str) -> list[str]:
@@ -48,7 +52,7 @@ def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, An
     if job.state.last_train_loss is not None:
         metrics["train/loss"] = job.state.last_train_loss
     return {
-        "status": "finished",
+        "status": "missed" if missed(job.config.expect, metrics) else "finished",
         "metrics": metrics,
         "best": {"top1": job.state.best_top1, "step": job.state.best_step},
         "step": job.state.step,
@@ -62,26 +66,35 @@ def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, An
         "world_size": job.context.world_size,
         "threads_per_rank": plan.threads_per_rank,
         "versions": versions(),
-        "git_commit": git_commit(),
         "max_epochs": job.config.max_epochs,
         "max_steps": job.config.max_steps,
     }
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "torch": str(torch.__version__)}
+    packages = ("torchvision", "accelerate", "tensorboard")
+    ours = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    return ours | {name: importlib.metadata.version(name) for name in packages}
 
 
-def git_commit() -> str | None:
-    """The project's commit, with `-dirty` where files differ from it; None outside a git checkout."""
+def ask_git() -> GitAnswer:
+    """Start asking for the project's commit, now, and return a function that waits for the answer.
+
+    It has `-dirty` where files differ from the commit, and is None outside a git checkout.
+    """
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        answer = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True
+        git = subprocess.Popen(
+            command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip()
+    except OSError:
+        return lambda: None
+
+    def answer() -> str | None:
+        text, _ = git.communicate()
+        return text.strip() if git.returncode == 0 else None
+
+    return answer
 
 
 def report_result(job: Job, run_dir: RunDir, result: dict[str, Any]) -> None:
@@ -118,16 +131,18 @@ def judged_top1(metrics: dict[str, float]) -> float:
     return metrics.get("eval/ema_top1", metrics.get("eval/top1", 0.0))
 
 
-def check_expectations(expect: ExpectConfig, metrics: dict[str, float]) -> None:
-    """Raise TrainingError if the finished run missed what its configuration expects."""
+def missed(expect: ExpectConfig, metrics: dict[str, float]) -> str | None:
+    """What the finished run missed of what its configuration expects; None if nothing."""
     top1 = judged_top1(metrics)
     if expect.min_top1 is not None and top1 < expect.min_top1:
-        raise TrainingError(
-            f"top-1 is {top1:.4f} and expect.min_top1 is {expect.min_top1}; the run is finished and saved"
-        )
+        return f"top-1 is {top1:.4f} and expect.min_top1 is {expect.min_top1}"
     loss = metrics.get("train/loss", float("nan"))
     if expect.max_train_loss is not None and not loss < expect.max_train_loss:
-        raise TrainingError(
-            f"train/loss is {loss:.4f} and expect.max_train_loss is {expect.max_train_loss}; "
-            "the run is finished and saved"
-        )
+        return f"train/loss is {loss:.4f} and expect.max_train_loss is {expect.max_train_loss}"
+    return None
+
+
+def check_expectations(expect: ExpectConfig, metrics: dict[str, float]) -> None:
+    """Raise TrainingError if the finished run missed what its configuration expects."""
+    if what := missed(expect, metrics):
+        raise TrainingError(f"{what}; the run is at its end and saved")

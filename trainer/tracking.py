@@ -69,7 +69,7 @@ class Tracker:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except ValueError:  # the last line of a killed attempt may be cut short
+            except (ValueError, KeyError, TypeError):  # the last line of a killed attempt may be cut short
                 continue
         write_atomically(path, "".join(kept))
 

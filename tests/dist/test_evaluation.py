@@ -142,5 +142,5 @@ def test_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path: Path
     config = tiny_config(max_epochs=1)
     finished(tmp_path, config)
     refused = run(tmp_path, config, 2, mode="eval", checkpoint="5")
-    assert refused.statuses == [2, 2]
+    assert refused.statuses == [2, 1]  # rank 0 knows; rank 1 knows that rank 0 failed
     assert "has no checkpoint '5'; it has step_00000008" in (refused.outcome().message or "")

@@ -14,8 +14,7 @@ from configs.schema import RunConfig
 from tests import splitmix
 from tests.dist.harness import Attempt, finished, run, tiny_config, wait_for
 from tests.dist.test_any_world_size import ids_read
-from trainer import checkpoint
-from trainer.run import Run
+from trainer import checkpoint, summary
 
 
 def killed(path: Path, config: RunConfig, world_size: int, at: int, more: dict[str, str] | None = None) -> Attempt:
@@ -221,7 +220,7 @@ def test_killed_between_the_last_checkpoint_and_the_export(
     config = tiny_config(ema__half_life_samples=40.0)
     whole = finished(tmp_path / "whole", config, world_size)
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_finish", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(summary, "result_of", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         assert run(tmp_path / "cut", config, world_size).statuses == [-signal.SIGKILL] * world_size
     resumed = finished(tmp_path / "cut", config, world_size)
     assert all(torch.equal(tensor, resumed.export()[name]) for name, tensor in whole.export().items())
@@ -262,3 +261,30 @@ def test_weights_that_cannot_be_taken_are_told(tmp_path: Path, fault: str) -> No
     assert refused.statuses == [2]
     assert "source/model.safetensors" in (refused.outcome().message or "")
     shutil.rmtree(tmp_path / "source")
+
+
+@pytest.mark.parametrize("optim", [{"name": "adamw", "lr": 0.01}, {"name": "sgd", "lr": 0.05, "momentum": 0.9}], ids=str)
+def test_resume_is_bit_identical_in_channels_last(tmp_path: Path, optim: dict[str, object]) -> None:
+    changes = {"channels_last": True, "model": {"name": "tests.dist.toys:TwoConvolutions"}, "optim": optim}
+    config = tiny_config(checkpoint__every_steps=3, **changes)
+    whole = finished(tmp_path / "whole", config)
+    killed = run(tmp_path / "cut", config, 1, {"DIE_AT": "7"})
+    assert killed.statuses == [-signal.SIGKILL]
+    resumed = finished(tmp_path / "cut", config)
+    assert all(torch.equal(tensor, resumed.export()[name]) for name, tensor in whole.export().items())
+
+
+def test_damaged_newer_checkpoints_do_not_push_out_good_ones(tmp_path: Path) -> None:
+    mortal = tiny_config(
+        checkpoint={"every_steps": 2, "every_epochs": None, "keep": 2},
+        eval__every_epochs=None,
+        model={"name": "tests.dist.toys:Mortal"},
+    )
+    run(tmp_path, mortal, 1, {"DIE_AT": "9"})
+    folder = tmp_path / "checkpoints"
+    for name in ("step_00000098", "step_00000099"):
+        shutil.copytree(folder / "step_00000008", folder / name)
+        (folder / name / "manifest.json").unlink()
+    run(tmp_path, mortal, 1, {"DIE_AT": "3"})
+    assert [path.name for path in checkpoint.step_folders(folder)] == ["step_00000008", "step_00000010"]
+    assert all(checkpoint.fault_of(path) is None for path in checkpoint.step_folders(folder))

@@ -45,7 +45,7 @@ def crash_points(folder: Path, save: Callable[[], object]) -> int:
 
         (status,) = exit_statuses([fork(body)])
         checkpoint.recover(folder)
-        newest = checkpoint.newest_valid(folder, pytest.fail)
+        newest = checkpoint.newest_valid(folder, unexpected)
         assert newest is not None, f"nothing is left after touch {number}"
         value = float(checkpoint.load(newest).shared["model"]["w"][0, 0])
         assert (newest.name, value) in ((NEW if status == 0 else OLD), NEW)
@@ -88,10 +88,14 @@ def test_killed_at_any_moment_of_deleting_old_ones(tmp_path: Path) -> None:
     for number in range(1, 5):
         (status,) = exit_statuses([fork(lambda number=number: body(number))])
         assert status == -signal.SIGKILL
-        skipped: list[str] = []
-        newest = checkpoint.newest_valid(tmp_path, skipped.append)
+        skipped: dict[Path, str] = {}
+        newest = checkpoint.newest_valid(tmp_path, skipped.__setitem__)
         assert newest is not None
-        assert (newest.name, skipped) == ("step_00000004", [])
+        assert (newest.name, skipped) == ("step_00000004", {})
+
+
+def unexpected(path: Path, fault: str) -> None:
+    pytest.fail(f"{path}: {fault}")
 
 
 LIMIT = 3000  # bytes; the weights below take more, everything else less
@@ -137,7 +141,7 @@ def test_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_half_folder(tmp
     assert "ulimit -f" in told[of_rank][1]
     assert told[1 - of_rank][0] == "PeerError"
     assert f"rank {of_rank} failed: cannot write" in told[1 - of_rank][1]
-    assert checkpoint.newest_valid(folder, pytest.fail) == folder / "step_00000003"
+    assert checkpoint.newest_valid(folder, unexpected) == folder / "step_00000003"
 
 
 @pytest.mark.parametrize("broken", ["_open_aside", "_publish", "_delete_old", "write_atomically"])

@@ -166,6 +166,19 @@ class WithDropout(_Mortal):
         return logits
 
 
+class TwoConvolutions(_Mortal):
+    """Its second weight has another memory layout in channels_last."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3), nn.ReLU())
+        self.head = nn.Linear(8, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.features(images).mean(dim=(2, 3)))
+        return logits
+
+
 class WithBatchNorm(_Mortal):
     def __init__(self, num_classes: int) -> None:
         super().__init__()

@@ -13,6 +13,10 @@ from trainer.checkpoint import Loaded, Snapshot
 from trainer.runtime import RunContext
 
 
+def unexpected(path: Path, fault: str) -> None:
+    pytest.fail(f"{path}: {fault}")
+
+
 def alone() -> RunContext:
     """The only rank there is; no process group, no Accelerate."""
     context = object.__new__(RunContext)
@@ -91,11 +95,11 @@ def test_newest_valid_one_wins_and_what_was_skipped_is_told(
 ) -> None:
     older, newer = saved(tmp_path, 5, 10)
     damage(newer)
-    skipped: list[str] = []
-    assert checkpoint.newest_valid(tmp_path, skipped.append) == older
-    assert len(skipped) == 1
-    assert skipped[0].startswith(f"skipped {newer}: ")
-    assert re.search(told, skipped[0])
+    skipped: list[tuple[Path, str]] = []
+    assert checkpoint.newest_valid(tmp_path, lambda path, fault: skipped.append((path, fault))) == older
+    ((path, fault),) = skipped
+    assert path == newer
+    assert re.search(told, fault)
 
 
 def test_names_that_only_resemble_a_checkpoint_are_none(tmp_path: Path) -> None:
@@ -104,7 +108,7 @@ def test_names_that_only_resemble_a_checkpoint_are_none(tmp_path: Path) -> None:
     for name in junk:
         shutil.copytree(good, tmp_path / name)
     assert checkpoint.step_folders(tmp_path) == [good]
-    assert checkpoint.newest_valid(tmp_path, pytest.fail) == good
+    assert checkpoint.newest_valid(tmp_path, unexpected) == good
 
 
 def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -113,8 +117,8 @@ def test_steps_are_ordered_as_numbers(tmp_path: Path) -> None:
 
 
 def test_no_folder_and_no_checkpoint_are_none(tmp_path: Path) -> None:
-    assert checkpoint.newest_valid(tmp_path / "nowhere", pytest.fail) is None
-    assert checkpoint.newest_valid(tmp_path, pytest.fail) is None
+    assert checkpoint.newest_valid(tmp_path / "nowhere", unexpected) is None
+    assert checkpoint.newest_valid(tmp_path, unexpected) is None
     assert checkpoint.best_name(tmp_path) is None
 
 

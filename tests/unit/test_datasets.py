@@ -10,8 +10,8 @@ from torch import Tensor
 
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.schema import DataConfig
-from trainer.data.datasets import TensorSplit, as_image_tensor, load_callable, load_data, materialise
-from trainer.data.source import build_source, choose_residency
+from trainer.data.datasets import TensorSplit, as_image_tensor, load_callable, load_data
+from trainer.data.source import build_source, choose_residency, materialise
 
 CPU = torch.device("cpu")
 
@@ -119,12 +119,12 @@ def test_missing_module_is_told_but_a_missing_import_inside_it_is_not_hidden(
 
 
 def test_materialised_split_holds_every_sample_once() -> None:
-    split = materialise(Listed([byte_image(i) for i in range(5)]))
+    split = materialise(Listed([byte_image(i) for i in range(5)]), 0)
     assert split.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert split.labels.tolist() == [0, 1, 0, 1, 0]
     assert split.labels.dtype == torch.int64
     assert split.num_bytes == 5 * 6 + 5 * 8
-    assert materialise(split) is split
+    assert materialise(split, 0) is split
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_materialised_split_holds_every_sample_once() -> None:
 )
 def test_images_that_do_not_fit_one_array_are_told_with_the_first(odd: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"sample 2 is torch\.\w+ .* use data.residency: stream"):
-        materialise(Listed([byte_image(0), byte_image(1), odd, odd]))
+        materialise(Listed([byte_image(0), byte_image(1), odd, odd]), 0)
 
 
 def tensors(size: int) -> TensorSplit:

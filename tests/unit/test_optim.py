@@ -72,12 +72,12 @@ def test_overflow_changes_nothing_but_the_scale(config: dict[str, Any], clip: fl
         backward(scaler, model, INFINITE)
         skipped = update(optimizer, scaler, 0.1, clip)
         assert model.w.tolist() == [1.0, 2.0]
-        assert not skipped.was_applied()
+        assert not skipped.applied
         assert scaler.get_scale() == 2.0
         optimizer.zero_grad()
         backward(scaler, model, [1.0, 1.0])
         applied = update(optimizer, scaler, 0.1, clip)
-    assert applied.was_applied()
+    assert applied.applied
     assert scaler.get_scale() == 2.0
     # As if the overflow had never been.
     other = Weights(1.0, 2.0)
@@ -93,7 +93,7 @@ def test_growing_scale_is_no_overflow() -> None:
     optimizer = build_optimizer(model, OptimConfig(), CPU)
     scaler = torch.amp.GradScaler("cpu", init_scale=4, growth_interval=1)
     backward(scaler, model, [1.0])
-    assert update(optimizer, scaler, 0.1).was_applied()
+    assert update(optimizer, scaler, 0.1).applied
     assert scaler.get_scale() == 8.0
 
 
@@ -211,7 +211,7 @@ def test_ema_agrees_with_the_formula_in_float64() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter += torch.from_numpy(rng.normal(size=tuple(parameter.shape)))
-        ema.update(8, 8 * k)
+        ema.update(8, 8 * k, None)
         keep = 0.5 ** (8 / min(50.0, 8 * k / 10)) if 8 * k > 10 else 0.5**8
         for name, parameter in model.named_parameters():
             expected[name] = keep * expected[name] + (1 - keep) * parameter.detach().numpy()
@@ -226,7 +226,7 @@ def test_ema_half_life_is_in_samples(batch: int) -> None:
     with torch.no_grad():
         model.w.fill_(1.0)
     for k in range(100 // batch):
-        ema.update(batch, 10_000 + batch * (k + 1))
+        ema.update(batch, 10_000 + batch * (k + 1), None)
     assert ema.tensors["w"].item() == pytest.approx(0.5, abs=1e-6)
 
 
@@ -235,7 +235,7 @@ def test_ema_averages_floating_buffers_and_leaves_integers_out() -> None:
     ema = Ema(model, half_life_samples=1.0)
     assert set(ema.tensors) == {"weight", "bias", "running_mean", "running_var"}
     model.running_mean.fill_(8.0)  # type: ignore[union-attr,operator]
-    ema.update(1, 1000)
+    ema.update(1, 1000, None)
     assert ema.tensors["running_mean"].tolist() == [4.0, 4.0]
 
 

@@ -1,9 +1,11 @@
+import errno
 import json
 from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
@@ -28,14 +30,23 @@ def caught(error: BaseException) -> BaseException:
         (PeerError("boom-731"), "peer", 1),
         (RuntimeError("[gloo/pair.cc] Connection closed by peer [127.0.0.1] boom-731"), "peer", 1),
         (RuntimeError("boom-731"), "RuntimeError", 1),
+        (RuntimeError("Read error in boom-731.jpg, Broken pipe"), "RuntimeError", 1),
+        (dist.DistNetworkError("boom-731"), "peer", 1),
+        (OSError(errno.ENOSPC, "boom-731"), "environment error", 3),
+        (FileNotFoundError(errno.ENOENT, "boom-731"), "FileNotFoundError", 1),
         (KeyboardInterrupt("boom-731"), "KeyboardInterrupt", 1),
     ],
 )
-def test_failure_names_its_kind(error: BaseException, kind: str, code: int) -> None:
+def test_failure_names_its_kind(error: BaseException, kind: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     outcome = _failure(3, caught(error), None)
     assert (outcome.rank, outcome.status, outcome.kind, outcome.exit_code) == (3, "failed", kind, code)
     assert "boom-731" in (outcome.message or "")
     assert (outcome.where or "").startswith("tests/unit/test_worker_entry.py:")
+
+
+def test_one_process_has_no_peers() -> None:
+    assert _failure(0, caught(RuntimeError("[gloo/pair.cc] Connection closed")), None).kind == "RuntimeError"
 
 
 def test_failure_names_the_position() -> None:

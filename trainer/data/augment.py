@@ -48,6 +48,7 @@ class Preprocess:
         self.augment = augment
         self.seed = seed
         self.dtype = dtype
+        self.device = device
         self.mean = None if mean is None else torch.tensor(mean, dtype=dtype, device=device).view(1, -1, 1, 1)
         self.std = None if std is None else torch.tensor(std, dtype=dtype, device=device).view(1, -1, 1, 1)
 
@@ -79,4 +80,4 @@ class Preprocess:
         return images
 
     def _draw(self, kind: int, epoch: int, ids: Tensor, bound: int) -> Tensor:
-        return random_integers(key_of(self.seed, epoch, kind), ids, bound)
+        return random_integers(key_of(self.seed, epoch, kind), ids.to(self.device), bound)

@@ -127,23 +127,3 @@ def as_image_tensor(image: Any) -> Tensor:
         return tensor
     array = torch.as_tensor(image)
     return array.unsqueeze(0) if array.ndim == 2 else array.permute(2, 0, 1).contiguous()
-
-
-def materialise(split: MapStyle) -> TensorSplit:
-    """Read every sample once into one array. Raises ConfigError if the images are not uint8 of one shape."""
-    if isinstance(split, TensorSplit):
-        return split
-    images, labels = [], []
-    for index in range(len(split)):
-        image, label = split[index]
-        images.append(as_image_tensor(image))
-        labels.append(int(label))
-    odd = next(
-        (i for i, image in enumerate(images) if image.shape != images[0].shape or image.dtype != torch.uint8), None
-    )
-    if odd is not None:
-        raise ConfigError(
-            f"data.residency: device needs uint8 images of one shape; sample {odd} is {images[odd].dtype} "
-            f"{tuple(images[odd].shape)} and sample 0 {tuple(images[0].shape)}; use data.residency: stream"
-        )
-    return TensorSplit(torch.stack(images), torch.tensor(labels, dtype=torch.int64))

@@ -1,14 +1,17 @@
 """Where the batches of a run are made: on the device, or through workers."""
 
 import os
+import re
+import sys
+from pathlib import Path
 
 import torch
 
-from configs.errors import EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem
 from configs.schema import DataConfig
-from trainer.data.datasets import MapStyle, TensorSplit, materialise
+from trainer.data.datasets import MapStyle, TensorSplit
 from trainer.data.resident import ResidentSource
-from trainer.data.stream import StreamSource
+from trainer.data.stream import KeyedSamples, StreamSource
 
 Source = ResidentSource | StreamSource
 
@@ -20,7 +23,45 @@ def free_bytes(device: torch.device, local_world_size: int) -> int:
     """Free memory for one rank, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_world_size
+    return _available_bytes() // local_world_size
+
+
+def _available_bytes() -> int:
+    """What this machine can still give, page cache included; half of its memory where it does not tell."""
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    except OSError:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return min(int(re.findall(r"MemAvailable:\s*(\d+)", meminfo)[0]) * 1024, _left_in_cgroup())
+
+
+def _left_in_cgroup() -> int:
+    """What the container's limit (cgroup v2) leaves, if there is one."""
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (folder / "memory.max").read_text(), (folder / "memory.current").read_text()
+    except OSError:
+        return sys.maxsize
+    return sys.maxsize if limit.strip() == "max" else max(0, int(limit) - int(used))
+
+
+def materialise(split: MapStyle, seed: int) -> TensorSplit:
+    """Read every sample once into one array, with the randomness of epoch 0 if it has any.
+
+    Raises ConfigError if the images are not uint8 of one shape.
+    """
+    if isinstance(split, TensorSplit):
+        return split
+    samples = KeyedSamples(split, seed)
+    images, labels = zip(*(samples[0, index] for index in range(len(split))), strict=True)
+    first = images[0]
+    for index, image in enumerate(images):
+        if image.shape != first.shape or image.dtype != torch.uint8:
+            raise ConfigError(
+                f"data.residency: device needs uint8 images of one shape; sample {index} is {image.dtype} "
+                f"{tuple(image.shape)} and sample 0 {tuple(first.shape)}; use data.residency: stream"
+            )
+    return TensorSplit(torch.stack(images), torch.stack(labels))
 
 
 def choose_residency(
@@ -38,7 +79,7 @@ def choose_residency(
                 f"data.residency: device needs {size:,} bytes on {place} and {free:,} are free; "
                 "use data.residency: stream"
             )
-        return "device", f"{size:,} bytes on {place}" if size else f"on {place}"
+        return "device", f"{size:,} bytes on {place}"
     if not all(isinstance(split, TensorSplit) for split in splits):
         return "stream", f"through {config.num_workers} workers per rank; a module:callable may read what does not fit"
     if size > _SHARE * free:
@@ -52,5 +93,5 @@ def choose_residency(
 def build_source(split: MapStyle, residency: str, config: DataConfig, seed: int, device: torch.device) -> Source:
     """The source of one split."""
     if residency == "device":
-        return ResidentSource(materialise(split), device)
+        return ResidentSource(materialise(split, seed), device)
     return StreamSource(split, seed, config.num_workers, device)

@@ -20,7 +20,7 @@ _EVALUATION = -1
 """In place of the epoch where a sample is read for evaluation: its randomness, if any, is the same every time."""
 
 
-class _KeyedSamples:
+class KeyedSamples:
     """Reads sample (epoch, index) with Python's, NumPy's and torch's global generators seeded by (seed, epoch, index).
 
     So a user's random transform gives the same result in any worker, on any rank and after any resume.
@@ -57,7 +57,7 @@ class StreamSource:
     """Batches of a split that stays where it is."""
 
     def __init__(self, split: MapStyle, seed: int, num_workers: int, device: torch.device) -> None:
-        self.samples = _KeyedSamples(split, seed)
+        self.samples = KeyedSamples(split, seed)
         self.size = len(split)
         self.num_workers = num_workers
         self.device = device
