@@ -9,9 +9,6 @@ from typing import Any, Literal, Self
 
 from configs.schema import RunConfig
 
-STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""What asks a run to save and stop, sent to the launcher or to any rank."""
-
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` so that a reader sees the old file or the whole new one, also after a power cut."""

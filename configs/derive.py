@@ -7,6 +7,12 @@ from configs.errors import ConfigError
 from configs.schema import RunConfig
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 process`, `2 processes`."""
+    plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {plural}"
+
+
 def slice_bounds(total: int, part: int, parts: int) -> tuple[int, int]:
     """The `part`-th of `parts` contiguous slices of range(total): sizes differ by at most one, any `parts` works."""
     return part * total // parts, (part + 1) * total // parts
@@ -28,7 +34,7 @@ class BatchPlan:
 
     def describe(self) -> str:
         arithmetic = (
-            f"per-device {self.max_micro_batch} x {self.world_size} processes x accumulation "
+            f"per-device {self.max_micro_batch} x {counted(self.world_size, 'process')} x accumulation "
             f"{self.gradient_accumulation_steps} = global {self.global_batch_size}"
         )
         return arithmetic if self.is_even else f"{arithmetic}, cut into uneven slices (exact all the same)"
@@ -72,8 +78,7 @@ def total_steps(config: RunConfig, num_batches_per_epoch: int) -> int:
 
 
 def warmup_steps(config: RunConfig, num_batches_per_epoch: int) -> int:
-    """Length of the linear warm-up in steps; one_cycle without one warms up over the first 30 % (OneCycleLR's
-    default)."""
+    """Steps of the linear warm-up; one_cycle without one warms up over the first 30 %, OneCycleLR's default."""
     schedule = config.schedule
     if schedule.warmup_steps is not None:
         return schedule.warmup_steps
@@ -101,6 +106,14 @@ def lr_at(step: int, config: RunConfig, num_batches_per_epoch: int) -> float:
         every = max(1, round(schedule.step_every_epochs * num_batches_per_epoch))
         return peak * schedule.step_factor ** (step // every)
     return peak
+
+
+def lr_plan(config: RunConfig, num_batches_per_epoch: int) -> tuple[tuple[int, float], ...]:
+    """(percent, learning rate) at each quarter of the steps; 100 % is after the last update."""
+    total = total_steps(config, num_batches_per_epoch)
+    return tuple(
+        (percent, lr_at(total * percent // 100, config, num_batches_per_epoch)) for percent in (0, 25, 50, 75, 100)
+    )
 
 
 def _cosine_between(start: float, end: float, progress: float) -> float:

@@ -1,5 +1,7 @@
-"""Exit codes of `python -m launch`, and the errors that carry them. Each message names the thing, the value, the place
-and the fix."""
+"""Exit codes of `python -m launch`, and the errors that carry them.
+
+Each message names the thing, the value, the place and the fix.
+"""
 
 EXIT_DONE = 0
 EXIT_TRAINING = 1

@@ -1,5 +1,4 @@
-"""The names of the files in a run folder: the whole contract between launcher and worker besides the torch
-environment."""
+"""The names of the files in a run folder, through which launcher and ranks work together."""
 
 import re
 from dataclasses import dataclass
@@ -7,12 +6,21 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 
+STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""What asks a run to save and stop, sent to the launcher or to any rank."""
+
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+STEP_FOLDER = re.compile(r"step_(\d{8,})")
+"""A published checkpoint; a name that only resembles one is none."""
+
+
+def step_name(step: int) -> str:
+    """Name of the checkpoint after `step` updates."""
+    return f"step_{step:08d}"
 
 
 def checked_run_name(name: str) -> str:
-    """Return `name`, or raise ConfigError: a run name is a plain folder name, so it cannot leave runs/ or inject
-    anything."""
+    """Return `name`, or raise ConfigError: a plain folder name can neither leave runs/ nor inject anything."""
     if not RUN_NAME.fullmatch(name):
         raise ConfigError(
             f"run name {name!r} is not usable; use letters, digits, '.', '_' and '-', starting with a letter or digit"
@@ -29,6 +37,11 @@ class AttemptDir:
     @property
     def plan(self) -> Path:
         return self.path / "plan.json"
+
+    @property
+    def config(self) -> Path:
+        """Settings that become the run's own once the ranks found that they fit; see commit_settings()."""
+        return self.path / "config.yaml"
 
     @property
     def logs(self) -> Path:
@@ -56,8 +69,7 @@ class AttemptDir:
 
 @dataclass(frozen=True)
 class RunDir:
-    """`runs/NAME`. TensorBoard's event files lie directly in it, so that `tensorboard --logdir runs` lists runs by
-    name."""
+    """`runs/NAME`. TensorBoard's event files lie directly in it: `tensorboard --logdir runs` lists runs by name."""
 
     path: Path
 
@@ -92,3 +104,14 @@ class RunDir:
 
     def attempt(self, label: str) -> AttemptDir:
         return AttemptDir(self.path / "attempts" / label)
+
+
+def commit_settings(run: RunDir, attempt: AttemptDir) -> None:
+    """Make the attempt's settings, if it brought other ones, those of the run; a finished run is finished no more.
+
+    By rank 0, before its first step and after all ranks have restored the checkpoint: until then nothing is changed.
+    """
+    if attempt.config.exists():
+        if run.result.exists():
+            run.result.rename(attempt.path / "result-before.json")
+        attempt.config.replace(run.config)

@@ -1,6 +1,5 @@
 """The command that starts the ranks: one function a backend. Pure: text in, text out."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +38,16 @@ def direct_command(python: str, worker: Sequence[str]) -> list[str]:
     return [python, "-u", "-m", *worker]
 
 
-def torchrun_command(
-    python: str, worker: Sequence[str], *, nproc: int, meeting: Path, run_id: str, grace_s: float
-) -> list[str]:
+def torchrun_command(python: str, worker: Sequence[str], *, nproc: int, meeting: Path, run_id: str) -> list[str]:
     """One node: the ranks meet through a fresh file, so no port is chosen and nothing listens on the network."""
     options = ["--nnodes", "1", "--nproc-per-node", str(nproc), "--rdzv-conf", "store_type=file"]
     # Without a local address torchrun asks the DNS for this machine's name, which can take seconds.
     options += ["--rdzv-endpoint", str(meeting / "agent"), "--local-addr", "127.0.0.1"]
-    return _torchrun(python, worker, options, meeting, run_id, grace_s)
+    return _torchrun(python, worker, options, meeting, run_id)
 
 
 def torchrun_nodes_command(
-    python: str, worker: Sequence[str], *, nproc: int, meeting: Path, nodes: Rendezvous, run_id: str, grace_s: float
+    python: str, worker: Sequence[str], *, nproc: int, meeting: Path, run_id: str, nodes: Rendezvous
 ) -> list[str]:
     """Several nodes, through torchrun's c10d rendezvous; node 0 hosts its store, whatever HOST resolves to there."""
     is_host = "true" if nodes.node_rank == 0 else "false"
@@ -58,15 +55,13 @@ def torchrun_nodes_command(
     options = ["--nnodes", str(nodes.nnodes), "--nproc-per-node", str(nproc), "--rdzv-conf", conf]
     options += ["--rdzv-endpoint", nodes.endpoint]
     options += ["--local-addr", nodes.local_addr] if nodes.local_addr else []
-    return _torchrun(python, worker, options, meeting, run_id, grace_s)
+    return _torchrun(python, worker, options, meeting, run_id)
 
 
-def _torchrun(
-    python: str, worker: Sequence[str], options: list[str], meeting: Path, run_id: str, grace_s: float
-) -> list[str]:
+def _torchrun(python: str, worker: Sequence[str], options: list[str], meeting: Path, run_id: str) -> list[str]:
     common = ["--rdzv-backend", "c10d", "--rdzv-id", run_id, "--max-restarts", "0", "--monitor-interval", "0.1"]
     # Its log folder, which stays empty, would else be left in /tmp.
-    common += ["--shutdown-timeout", str(math.ceil(grace_s)), "--log-dir", str(meeting)]
+    common += ["--log-dir", str(meeting)]
     return [python, "-m", "torch.distributed.run", *options, *common, "-m", *worker]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Never
 
 import typer
 
-from configs.errors import LockstepError
+from configs.errors import EnvironmentProblem, LockstepError
 from launch.follow import say
 from launch.options import Options
 
@@ -46,31 +46,21 @@ def train(
     overrides: Overrides = None,
     nproc: Nproc = None,
     launcher: LauncherOption = None,
-    run_name: RunName = None,
+    name: RunName = None,
     fresh: Fresh = False,
     allow_changes: AllowChanges = False,
     dry_run: DryRun = False,
     runs_dir: RunsDir = RUNS,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
-    rdzv_endpoint: Endpoint = None,
+    endpoint: Endpoint = None,
     local_addr: LocalAddr = None,
 ) -> None:
     """Train by a config file."""
     from launch import start
 
     options = Options(
-        overrides=overrides or (),
-        nproc=nproc,
-        launcher=launcher,
-        name=run_name,
-        fresh=fresh,
-        allow_changes=allow_changes,
-        runs=runs_dir,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        endpoint=rdzv_endpoint,
-        local_addr=local_addr,
+        overrides or (), nproc, launcher, name, fresh, allow_changes, runs_dir, nnodes, node_rank, endpoint, local_addr
     )
     _exit(start.show_plan(config, options) if dry_run else start.train(config, options))
 
@@ -81,31 +71,21 @@ def plan(
     overrides: Overrides = None,
     nproc: Nproc = None,
     launcher: LauncherOption = None,
-    run_name: RunName = None,
+    name: RunName = None,
     fresh: Fresh = False,
     allow_changes: AllowChanges = False,
     probe: Probe = False,
     runs_dir: RunsDir = RUNS,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
-    rdzv_endpoint: Endpoint = None,
+    endpoint: Endpoint = None,
     local_addr: LocalAddr = None,
 ) -> None:
     """Print what `train` would do: commands, environment, settings and where they come from, arithmetic."""
     from launch import start
 
     options = Options(
-        overrides=overrides or (),
-        nproc=nproc,
-        launcher=launcher,
-        name=run_name,
-        fresh=fresh,
-        allow_changes=allow_changes,
-        runs=runs_dir,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        endpoint=rdzv_endpoint,
-        local_addr=local_addr,
+        overrides or (), nproc, launcher, name, fresh, allow_changes, runs_dir, nnodes, node_rank, endpoint, local_addr
     )
     _exit(start.show_plan(config, options, probe=probe))
 
@@ -166,6 +146,10 @@ def main() -> Never:
         sys.exit(signals.exit_code_of(stop.name))
     except BrokenPipeError:
         os._exit(0)
+    except OSError as error:  # the launcher's own files: no space, no permission, not there
+        place = f"{error.filename}: " if error.filename else ""
+        say(f"{EnvironmentProblem.kind}: {place}{error.strerror or error}", to_stderr=True)
+        sys.exit(EnvironmentProblem.exit_code)
     sys.exit(0)
 
 

@@ -29,20 +29,20 @@ class LogFollower:
             self._write(lines)
 
     def finish(self) -> None:
-        """Copy the rest, an unfinished line too, and close the file."""
+        """Copy the rest, an unfinished line too, clear what is left of a bar, and close the file."""
         self.poll()
-        if self._partial:
-            self._write([self._partial])
-            self._partial = b""
+        self._write([self._partial] if self._partial else [], last=True)
+        self._partial = b""
         if self._file:
             self._file.close()
 
-    def _write(self, lines: list[bytes]) -> None:
-        if self._closed or not lines:
+    def _write(self, lines: list[bytes], *, last: bool = False) -> None:
+        clear = CLEAR_LINE if self._on_terminal else b""
+        text = b"".join(clear + line + b"\n" for line in lines) + (clear if last else b"")
+        if self._closed or not text:
             return
-        prefix = CLEAR_LINE if self._on_terminal else b""
         try:
-            self._out.write(b"".join(prefix + line + b"\n" for line in lines))
+            self._out.write(text)
             self._out.flush()
         except OSError:  # `| head` has seen enough, or the terminal is gone: the training goes on, the log has it all
             self._closed = True

@@ -54,6 +54,12 @@ def parse_nproc(text: str | None) -> int | Literal["auto"]:
     return int(text)
 
 
+def parse_checkpoint(text: str) -> str:
+    if text not in ("best", "last") and not (text.isascii() and text.isdigit()):
+        raise ConfigError(f"--checkpoint: expected best, last or the number of a step, got {text!r}")
+    return text
+
+
 def parse_nodes(options: Options) -> Rendezvous | None:
     """Raises ConfigError with everything that several nodes need and have not got."""
     if options.nnodes == 1 and options.endpoint is None and options.node_rank == 0:

@@ -1,5 +1,6 @@
 """PURE: (config, topology, request) -> LaunchPlan, or all the reasons why not. Reads, writes and starts nothing."""
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.contract import WorkerPlan
-from configs.derive import plan_batches, steps_per_epoch
+from configs.derive import counted, plan_batches, steps_per_epoch
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import KNOWN_DATA
 from configs.run_dir import AttemptDir
@@ -180,16 +181,21 @@ def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Map
     own = environ.get("OMP_NUM_THREADS", "")
     if own.isdigit() and int(own) > 0:
         return int(own), "OMP_NUM_THREADS of your environment"
-    loaders = config.data.num_workers if config.data.residency == "stream" else 0
+    loaders = _num_loaders(config)
     note = f"{counted(topology.cores, 'core')} / {counted(nproc, 'process')}"
-    return max(
-        1, topology.cores // nproc - loaders
-    ), f"{note} - {counted(loaders, 'loader worker')}" if loaders else note
+    note += f" - {counted(loaders, 'loader worker')}" if loaders else ""
+    return max(1, topology.cores // nproc - loaders), note
+
+
+def _num_loaders(config: RunConfig) -> int:
+    """Loader workers of a rank. That a built-in set is too large for the device, only the ranks will find out."""
+    data = config.data
+    streams = data.residency == "stream" or (data.residency == "auto" and data.name not in KNOWN_DATA)
+    return data.num_workers if streams else 0
 
 
 def _command(worker: WorkerPlan, request: Request) -> list[str]:
     module = [request.worker, str(request.attempt.path)]
-    grace_s = worker.config.launch.grace_s
     if worker.launcher == "direct":
         return backends.direct_command(request.python, module)
     if worker.launcher == "accelerate":
@@ -202,11 +208,12 @@ def _command(worker: WorkerPlan, request: Request) -> list[str]:
             config_file=config_file,
             threads=worker.threads_per_rank,
         )
-    common = {"nproc": worker.local_world_size, "meeting": request.meeting}
-    common |= {"run_id": request.run_name, "grace_s": grace_s}
+    nproc, meeting, run_id = worker.local_world_size, request.meeting, request.run_name
     if request.nodes:
-        return backends.torchrun_nodes_command(request.python, module, nodes=request.nodes, **common)  # type: ignore[arg-type]
-    return backends.torchrun_command(request.python, module, **common)  # type: ignore[arg-type]
+        return backends.torchrun_nodes_command(
+            request.python, module, nproc=nproc, meeting=meeting, run_id=run_id, nodes=request.nodes
+        )
+    return backends.torchrun_command(request.python, module, nproc=nproc, meeting=meeting, run_id=run_id)
 
 
 def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> dict[str, str]:
@@ -221,6 +228,8 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
     if worker.launcher != "direct":
         # A new group must not read the addresses of the one before it.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # What torchrun gives the other ranks once one has ended. torch before 2.12 takes 30 s, and knows no option.
+        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(worker.config.launch.grace_s))
     if worker.world_size > 1 and topology.system == "Linux":
         interface = "lo" if request.nodes is None else request.environ.get("GLOO_SOCKET_IFNAME") or request.interface
         environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
@@ -237,7 +246,7 @@ def _files(worker: WorkerPlan) -> dict[str, str]:
 
 def _device_line(worker: WorkerPlan, topology: Topology, nnodes: int) -> str:
     nproc = worker.local_world_size
-    nodes = f" on each of {nnodes} nodes" if nnodes > 1 else ""
+    nodes = f" on each of {counted(nnodes, 'node')}" if nnodes > 1 else ""
     if worker.device == "cuda":
         return f"{counted(nproc, 'process')} on {counted(nproc, 'GPU')}{nodes}, of {topology.num_gpus} visible"
     if worker.device == "mps":
@@ -248,14 +257,8 @@ def _device_line(worker: WorkerPlan, topology: Topology, nnodes: int) -> str:
 
 
 def _warnings(config: RunConfig, topology: Topology, nproc: int) -> list[str]:
-    wanted = nproc * config.data.num_workers * 64 * 2**20
-    if config.data.residency == "stream" and topology.shm_bytes is not None and topology.shm_bytes < wanted:
-        mib, workers = topology.shm_bytes // 2**20, nproc * config.data.num_workers
-        return [f"shared memory is {mib} MiB, little for {workers} loader workers (docker: --shm-size)"]
+    workers = nproc * _num_loaders(config)
+    if topology.shm_bytes is not None and topology.shm_bytes < workers * 64 * 2**20:
+        mib = topology.shm_bytes // 2**20
+        return [f"shared memory is {mib} MiB, little for {counted(workers, 'loader worker')} (docker: --shm-size)"]
     return []
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 process`, `2 processes`."""
-    plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {plural}"

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -13,12 +14,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from configs.errors import EXIT_DONE, EnvironmentProblem
+from configs.errors import EnvironmentProblem
 from configs.known_data import KNOWN_DATA
 from configs.schema import RunConfig
 from launch.backends import Rendezvous
 from launch.plan import LaunchPlan
 from launch.processes import dies_with_parent
+from launch.signals import signal_words
 
 MIN_FREE_BYTES = 100 * 2**20
 """Two checkpoints of a small network, logs, event files. A checkpoint that does not fit says so itself."""
@@ -58,7 +60,10 @@ def prepare_data(plan: LaunchPlan, environ: Mapping[str, str], module: str) -> i
 
 
 def run_helper(command: list[str], plan: LaunchPlan, environ: Mapping[str, str], *, capture: bool) -> tuple[int, str]:
-    """Run a helper with the ranks' environment; a stop signal, or the launcher's end, ends it at once."""
+    """Run a helper with the ranks' environment; a stop signal, or the launcher's end, ends it at once.
+
+    Returns its exit code and, with `capture`, what it printed. Raises EnvironmentProblem if it was killed.
+    """
     helper = subprocess.Popen(
         command,
         cwd=plan.cwd,
@@ -71,16 +76,14 @@ def run_helper(command: list[str], plan: LaunchPlan, environ: Mapping[str, str],
     )
     try:
         text, _ = helper.communicate()
-        return _as_exit_code(helper.returncode), text or ""
     finally:
         if helper.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(helper.pid, signal.SIGKILL)
             helper.wait()
-
-
-def _as_exit_code(code: int) -> int:
-    return code if code >= EXIT_DONE else 128 - code
+    if helper.returncode < 0:
+        raise EnvironmentProblem(f"the helper `{shlex.join(command[:-1])}` was {signal_words(helper.returncode)}")
+    return helper.returncode, text or ""
 
 
 def check_rendezvous(nodes: Rendezvous) -> None:

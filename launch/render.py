@@ -4,7 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping
 
-from configs.derive import lr_at, plan_batches, resolve_precision, steps_per_epoch, total_steps
+from configs.derive import counted, lr_plan, plan_batches, resolve_precision, steps_per_epoch, total_steps
 from configs.known_data import KNOWN_DATA
 from configs.schema import RunConfig
 from launch.follow import shown
@@ -63,22 +63,20 @@ def _per_epoch(plan: LaunchPlan, num_train: int) -> int:
 
 def _steps(plan: LaunchPlan, num_train: int | None) -> str:
     config = plan.config
+    epochs = counted(config.max_epochs or 0, "epoch")
     if num_train is None:
-        return f"{config.max_steps} (max_steps)" if config.max_steps else f"{config.max_epochs} epochs of {UNKNOWN}"
+        return f"{config.max_steps} (max_steps)" if config.max_steps else f"{epochs} of {UNKNOWN}"
     per_epoch = _per_epoch(plan, num_train)
     if config.max_steps:
         return f"{config.max_steps} (max_steps), {per_epoch} per epoch"
-    return f"{per_epoch} per epoch x {config.max_epochs} epochs = {total_steps(config, per_epoch)}"
+    return f"{per_epoch} per epoch x {epochs} = {total_steps(config, per_epoch)}"
 
 
 def _learning_rates(plan: LaunchPlan, num_train: int | None) -> str:
-    """Of the updates at these parts of the run; at 100 %, the last one."""
     if num_train is None:
         return UNKNOWN
-    per_epoch = _per_epoch(plan, num_train)
-    total = total_steps(plan.config, per_epoch)
-    steps = {percent: min(total * percent // 100, total - 1) for percent in (0, 25, 50, 75, 100)}
-    return ", ".join(f"{lr_at(step, plan.config, per_epoch):.4g} at {percent} %" for percent, step in steps.items())
+    rates = lr_plan(plan.config, _per_epoch(plan, num_train))
+    return ", ".join(f"{rate:.4g} at {percent} %" for percent, rate in rates)
 
 
 def _data(config: RunConfig) -> str:

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from configs.contract import Outcome
 from configs.errors import (
+    EXIT_CONFIG,
     EXIT_DONE,
+    EXIT_ENVIRONMENT,
     EXIT_TRAINING,
     CheckpointError,
     ConfigError,
@@ -16,20 +18,13 @@ from configs.errors import (
     LockstepError,
     TrainingError,
 )
-from configs.run_dir import AttemptDir, RunDir
+from configs.run_dir import AttemptDir, RunDir, step_name
 from launch.follow import shown
 from launch.plan import LaunchPlan
-from launch.run_folder import newest_checkpoint
-from launch.signals import exit_code_of
+from launch.run_folder import newest_step
+from launch.signals import exit_code_of, signal_words
 from launch.supervise import Ending, load_outcome, read_pids
 
-SIGNAL_WORDS = {
-    signal.SIGKILL: "killed by SIGKILL (out of memory?)",
-    signal.SIGBUS: "killed by SIGBUS (/dev/shm too small?)",
-    signal.SIGSEGV: "killed by SIGSEGV (a crash in native code)",
-    signal.SIGABRT: "killed by SIGABRT (a crash in native code)",
-    signal.SIGILL: "killed by SIGILL (a build of torch for another CPU?)",
-}
 AGENT_REPORT = re.compile(
     r"exitcode *: *(-?\d+) .*?\(pid: (\d+)\)|failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)"
 )
@@ -57,16 +52,18 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     ended = [outcome for outcome in outcomes.values() if outcome]
     failed = sorted((outcome for outcome in ended if outcome.status == "failed"), key=lambda outcome: outcome.time)
     hint = _resume_hint(attempt, resume_command)
-    if first := next((outcome for outcome in failed if outcome.kind != "peer"), None):
+    first = next((outcome for outcome in failed if outcome.kind != "peer"), None)
+    # Not every victim's error is known to be one: what failed after a rank had died failed because of that.
+    if first and first.time <= min(ending.died.values(), default=float("inf")):
         return _failed(plan, first, pids, _others(ended, first.rank), hint)
     if ending.died:
-        return _died(plan, ending, pids, _others(ended, ending.died[0]), hint)
+        return _died(plan, ending, pids, ended, hint)
     if ending.killed in ("grace", "second Ctrl-C", "nothing to save") and len(ended) < len(outcomes):
         return _killed_while_stopping(plan, ending, hint)
     if failed:
         return _failed(plan, failed[0], pids, [], hint)
     if len(ended) < len(outcomes) or not ended:
-        return _never_started(plan, ending) if not pids else _died(plan, ending, pids, [], hint)
+        return _never_started(plan, ending) if not pids else _died(plan, ending, pids, ended, hint)
     if stopped := [outcome for outcome in ended if outcome.status == "stopped"]:
         # A signal that went to one rank only is known to that rank alone.
         return _stopped(ending, next((outcome for outcome in stopped if outcome.signal), stopped[0]), resume_command)
@@ -77,17 +74,6 @@ def problem_lines(error: LockstepError) -> list[str]:
     """`config error: ...`, once for each problem."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     return [f"{error.kind}: {problem}" for problem in problems]
-
-
-def signal_words(exit_code: int) -> str:
-    """`exit code 7`, or the signal's name and what it usually means."""
-    if exit_code >= 0:
-        return f"exit code {exit_code}"
-    try:
-        number = signal.Signals(-exit_code)
-    except ValueError:
-        return f"killed by signal {-exit_code}"
-    return SIGNAL_WORDS.get(number, f"killed by {number.name}")
 
 
 def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequence[int], hint: list[str]) -> Verdict:
@@ -104,7 +90,7 @@ def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequ
     return Verdict(code, lines + (_memory_hint(message) or hint))
 
 
-def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], others: Sequence[int], hint: list[str]) -> Verdict:
+def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequence[Outcome], hint: list[str]) -> Verdict:
     """A rank that left no outcome: killed, crashed in native code, or ended before it could say anything."""
     codes = _exit_codes(plan, ending, pids)
     missing = [rank for rank in pids if load_outcome(plan.attempt, rank) is None]
@@ -116,7 +102,9 @@ def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], others: Sequen
     log = plan.attempt.rank_log(first)
     last = _last_error(log) or (_last_line(log) if first and codes.get(first, 0) >= 0 else None)
     lines = [f"FAILED: {_rank(plan, first, pids)}: {cause}", *([f"its last line: {last}"] if last else [])]
-    return Verdict(EXIT_TRAINING, [*lines, *_because(others), f"log: {shown(log, plan.cwd)}", *hint])
+    code = codes[first] if codes.get(first) in (EXIT_CONFIG, EXIT_ENVIRONMENT) else EXIT_TRAINING
+    because = _because(_others(ended, first))
+    return Verdict(code, [*lines, *because, f"log: {shown(log, plan.cwd)}", *hint])
 
 
 def _never_started(plan: LaunchPlan, ending: Ending) -> Verdict:
@@ -175,8 +163,8 @@ def _because(others: Sequence[int]) -> list[str]:
 
 
 def _resume_hint(attempt: AttemptDir, resume_command: str) -> list[str]:
-    newest = newest_checkpoint(RunDir(attempt.path.parent.parent))
-    return [f"hint: go on from {newest} with: {resume_command}"] if newest else []
+    newest = newest_step(RunDir(attempt.path.parent.parent))
+    return [] if newest is None else [f"hint: go on from {step_name(newest)} with: {resume_command}"]
 
 
 def _memory_hint(message: str) -> list[str]:

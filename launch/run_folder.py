@@ -13,10 +13,9 @@ from typing import Any
 
 from configs.contract import write_atomically
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.run_dir import AttemptDir, RunDir, checked_run_name
+from configs.run_dir import STEP_FOLDER, AttemptDir, RunDir, checked_run_name
 from configs.schema import RunConfig
 
-CHECKPOINT = re.compile(r"step_\d{8,}")
 LOCK_PATIENCE_S = 0.3
 """`runs` asks for a lock only to see whether it is held, and lets go at once."""
 
@@ -129,13 +128,11 @@ def finished_result(run: RunDir) -> dict[str, Any] | None:
 
 
 def record_settings(run: RunDir, attempt: AttemptDir, config: RunConfig, *, changed: bool) -> None:
-    """Write config.yaml, once; again only after --allow-changes, and then a finished run is finished no more."""
+    """Write a new run's config.yaml. Other settings wait in the attempt's folder: only the ranks know if they fit."""
     from configs.loader import dump_config
 
-    if changed and run.result.exists():
-        run.result.rename(attempt.path / "result-before.json")
     if changed or not run.config.exists():
-        write_atomically(run.config, dump_config(config))
+        write_atomically(attempt.config if changed else run.config, dump_config(config))
 
 
 def next_label(run: RunDir, *, prefix: str = "", node_rank: int = 0) -> str:
@@ -155,10 +152,10 @@ def make_attempt(run: RunDir, *, prefix: str = "", node_rank: int = 0) -> Attemp
         return attempt
 
 
-def newest_checkpoint(run: RunDir) -> str | None:
-    """By name only: whether it is whole, the ranks find out."""
-    names = [path.name for path in run.checkpoints.glob("step_*") if CHECKPOINT.fullmatch(path.name)]
-    return max(names, key=lambda name: int(name.removeprefix("step_")), default=None)
+def newest_step(run: RunDir) -> int | None:
+    """Of the checkpoints, by name only: whether it is whole, the ranks find out."""
+    names = (STEP_FOLDER.fullmatch(path.name) for path in run.checkpoints.glob("*"))
+    return max((int(name[1]) for name in names if name), default=None)
 
 
 def last_plan(run: RunDir) -> dict[str, Any]:

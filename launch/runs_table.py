@@ -6,7 +6,7 @@ from typing import Any
 
 from configs.contract import Outcome
 from configs.run_dir import RUN_NAME, AttemptDir, RunDir
-from launch.run_folder import is_running, newest_checkpoint, read_json
+from launch.run_folder import is_running, newest_step, read_json
 from launch.supervise import load_outcome
 
 COLUMNS = ("run", "status", "step", "top-1", "wall time")
@@ -33,8 +33,8 @@ def describe_result(result: Mapping[str, Any]) -> str:
 
 def _row(run: RunDir) -> tuple[str, ...]:
     result = read_json(run.result)
-    newest = newest_checkpoint(run)
-    step = _step(result) or (str(int(newest.removeprefix("step_"))) if newest else "")
+    newest = newest_step(run)
+    step = _step(result) or ("" if newest is None else str(newest))
     return run.name, _status(run, result), step, _top1(result), _wall_time(result)
 
 

@@ -1,15 +1,21 @@
-"""Stop signals in the launcher: before the ranks run they end the command, later they are noted and passed on once."""
+"""Stop signals in the launcher: first they end the command, then they are noted and passed on, at last ignored."""
 
-import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
+from configs import run_dir
 from configs.errors import EXIT_INTERRUPTED, EXIT_STOPPED
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = tuple(signal.Signals[name] for name in run_dir.STOP_SIGNALS)
+SIGNAL_WORDS = {
+    signal.SIGKILL: "killed by SIGKILL (out of memory?)",
+    signal.SIGBUS: "killed by SIGBUS (/dev/shm too small?)",
+    signal.SIGSEGV: "killed by SIGSEGV (a crash in native code)",
+    signal.SIGABRT: "killed by SIGABRT (a crash in native code)",
+    signal.SIGILL: "killed by SIGILL (a build of torch for another CPU?)",
+}
 
 # `timeout` signals a process and then its group: one Ctrl-C may arrive twice within microseconds.
 SAME_CTRL_C_S = 0.2
@@ -27,6 +33,17 @@ def exit_code_of(name: str) -> int:
     return EXIT_INTERRUPTED if name == "SIGINT" else EXIT_STOPPED
 
 
+def signal_words(exit_code: int) -> str:
+    """`exit code 7`, or the signal's name and what it usually means."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        number = signal.Signals(-exit_code)
+    except ValueError:
+        return f"killed by signal {-exit_code}"
+    return SIGNAL_WORDS.get(number, f"killed by {number.name}")
+
+
 def raise_on_stop() -> None:
     """From now on a stop signal raises StopRequested."""
 
@@ -34,6 +51,12 @@ def raise_on_stop() -> None:
         raise StopRequested(signal.Signals(number).name)
 
     _install(handler)
+
+
+def ignore_stops() -> None:
+    """From now on a stop signal does nothing: the run has ended, and that is what the exit code tells."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopSignals:
@@ -51,21 +74,13 @@ class StopSignals:
             self._last_ctrl_c = now
         self.name = self.name or signal.Signals(number).name
 
-    @contextlib.contextmanager
-    def noted(self) -> Iterator["StopSignals"]:
-        """Note stop signals instead of acting on them, inside."""
-        before = _install(self._on_signal)
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def note(self) -> None:
+        """From now on note stop signals instead of acting on them."""
+        _install(self._on_signal)
 
 
-def _install(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+def _install(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in STOP_SIGNALS:
         # nohup ignores SIGHUP, and means it.
-        if not (number == signal.SIGHUP and before[number] == signal.SIG_IGN):
+        if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
             signal.signal(number, handler)
-    return before

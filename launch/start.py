@@ -2,13 +2,12 @@
 
 import dataclasses
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.derive import counted
 from configs.errors import EXIT_DONE, ConfigError
 from configs.loader import LoadedConfig, load_config
 from configs.run_dir import AttemptDir, RunDir
@@ -16,11 +15,11 @@ from configs.schema import RunConfig
 from launch import preflight, run_folder
 from launch.backends import JOIN_TIMEOUT_S
 from launch.follow import say, shown
-from launch.options import ROOT, Options, parse_nodes, parse_nproc, together
-from launch.plan import LaunchPlan, Request, counted, plan_launch
-from launch.processes import find_process
+from launch.meeting import meeting_folder
+from launch.options import ROOT, Options, parse_checkpoint, parse_nodes, parse_nproc, together
+from launch.plan import LaunchPlan, Request, plan_launch
 from launch.run_folder import NameRequest
-from launch.signals import StopSignals
+from launch.signals import StopSignals, ignore_stops
 from launch.topology import Topology, detect_topology, find_torch_version
 
 PLACEHOLDER = Path("/tmp/lockstep-XXXXXXXX")  # noqa: S108 - shown by `plan`, never opened
@@ -57,8 +56,12 @@ def show_plan(config: Path, options: Options, *, probe: bool = False) -> int:
 def evaluate(name: str, checkpoint: str, options: Options) -> int:
     """Evaluate a checkpoint of a run. Takes no lock: a run that goes on is not disturbed."""
     run = run_folder.find_run(options.runs, name)
-    loaded, nproc = together(lambda: load_config(run.config, options.overrides), lambda: parse_nproc(options.nproc))
-    if not run_folder.newest_checkpoint(run) and not run.weights.exists():
+    loaded, nproc, checkpoint = together(
+        lambda: load_config(run.config, options.overrides),
+        lambda: parse_nproc(options.nproc),
+        lambda: parse_checkpoint(checkpoint),
+    )
+    if run_folder.newest_step(run) is None:
         raise ConfigError(f"run {run.name!r} has no checkpoint yet, so there is nothing to evaluate")
     request = dataclasses.replace(_request(run.name, "eval-", nproc, options), mode="eval", checkpoint=checkpoint)
     job = _job(loaded, request, options)
@@ -159,8 +162,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
 
 def _attempt(job: _Job, run: RunDir, attempt: AttemptDir, options: Options) -> int:
     """From here on the folder is ours: write the plan, prepare the data, start the ranks, say how it ended."""
-    meeting = _meeting_folder()
-    try:
+    with meeting_folder() as meeting:
         request = dataclasses.replace(job.request, run_name=run.name, attempt=attempt, meeting=meeting)
         plan = plan_launch(job.loaded.config, job.topology, request)
         for name, text in plan.files.items():
@@ -172,17 +174,6 @@ def _attempt(job: _Job, run: RunDir, attempt: AttemptDir, options: Options) -> i
             if code != EXIT_DONE:
                 return code
         return _run(plan, run, options)
-    finally:
-        shutil.rmtree(meeting, ignore_errors=True)
-
-
-def _meeting_folder() -> Path:
-    """A fresh folder for the files through which the ranks meet; those of launchers that were killed are removed."""
-    for left in Path(tempfile.gettempdir()).glob("lockstep-*-*"):
-        owner = left.name.split("-")[1]
-        if owner.isdigit() and find_process(int(owner)) is None:
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-"))
 
 
 def _run(plan: LaunchPlan, run: RunDir, options: Options) -> int:
@@ -190,12 +181,13 @@ def _run(plan: LaunchPlan, run: RunDir, options: Options) -> int:
     from launch.supervise import run_attempt
 
     signals = StopSignals()
-    with signals.noted():
-        ending = run_attempt(plan, options.environ, signals)
-        again = options.resume_command(run.name) if plan.nnodes == 1 else "the same command on every node"
-        verdict = conclude(plan, ending, again)
-        for line in verdict.lines:
-            say(line, to_stderr=verdict.to_stderr)
+    signals.note()
+    ending = run_attempt(plan, options.environ, signals)
+    ignore_stops()
+    again = options.resume_command(run.name) if plan.nnodes == 1 else "the same command on every node"
+    verdict = conclude(plan, ending, again)
+    for line in verdict.lines:
+        say(line, to_stderr=verdict.to_stderr)
     return verdict.exit_code
 
 

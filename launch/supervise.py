@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Literal
 
 from configs.contract import Outcome, write_atomically
@@ -33,8 +33,8 @@ class Ending:
     signal: str | None = None
     killed: Killed | None = None
     """Why the launcher had to kill."""
-    died: tuple[int, ...] = ()
-    """Ranks that were seen dead without an outcome before the launcher killed anything, in the order seen."""
+    died: Mapping[int, float] = field(default_factory=dict)
+    """Ranks that were dead without an outcome before the launcher killed anything; when that was seen, by the clock."""
 
 
 def run_attempt(
@@ -83,7 +83,7 @@ class _Watch:
         self._root = find_process(child.pid)
         self._ranks: dict[int, Process | None] = {}
         self._told: set[int] = set()
-        self._died: list[int] = []
+        self._died: dict[int, float] = {}
         self._kill_at = float("inf")
         self._reason: Killed | None = None
         self._killed: Killed | None = None
@@ -95,7 +95,7 @@ class _Watch:
             self._notice_failures()
             self._follower.poll()
             if code is not None:
-                return Ending(code, self._signals.name, self._killed, tuple(self._died))
+                return Ending(code, self._signals.name, self._killed, self._died)
             self._pass_on_stop()
             if time.monotonic() >= self._kill_at and self._killed is None:
                 self._killed = self._reason
@@ -117,7 +117,7 @@ class _Watch:
             alive = process is not None and is_alive(process)
             outcome = load_outcome(self._attempt, rank)
             if outcome is None and not alive and rank not in self._died and self._killed is None:
-                self._died.append(rank)
+                self._died[rank] = time.time()
             if (outcome is None and not alive) or (outcome is not None and outcome.status == "failed"):
                 self._kill_after(AFTER_FAILURE_S, "failure")
 

@@ -1,10 +1,9 @@
-"""What this machine offers, as facts: cores, memory, GPUs. Read from /proc, /sys and /dev, never by importing torch."""
+"""What this machine offers, as facts: cores, GPUs, shared memory. Read from files, never by importing torch."""
 
 import importlib.util
 import os
 import platform
 import re
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +14,12 @@ class Topology:
     """Facts about one machine, already limited by affinity, cgroup and CUDA_VISIBLE_DEVICES."""
 
     cores: int
-    memory_bytes: int
     num_gpus: int
     gpu_reason: str | None
     """Why torch sees no GPU; None when it sees one."""
-    torch_cuda_build: str | None
-    """CUDA version that the installed torch is built for; None for a CPU build."""
     has_amx: bool
+    """The CPU has it. The ranks also ask the kernel's leave, which some sandboxes refuse: then their `auto` is no."""
     shm_bytes: int | None
-    hostname: str
     system: str = "Linux"
     has_mps: bool = False
     cuda_visible_devices: str | None = None
@@ -39,18 +35,14 @@ def detect_topology(
     """Read the machine. `root`, `affinity` and `torch_version` (torch/version.py) replace the real ones in tests."""
     system = platform.system()
     version_file = torch_version or find_torch_version()
-    cuda_build = _torch_cuda_build(version_file)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    num_gpus, reason = _gpus(root, visible, cuda_build, torch_installed=version_file is not None)
+    num_gpus, reason = _gpus(root, visible, version_file)
     return Topology(
         cores=_cores(root, affinity),
-        memory_bytes=_memory_bytes(root),
         num_gpus=num_gpus,
         gpu_reason=reason,
-        torch_cuda_build=cuda_build,
         has_amx="amx_bf16" in _read(root / "proc/cpuinfo").split(),
         shm_bytes=_shm_bytes(root / "dev/shm"),
-        hostname=socket.gethostname(),
         system=system,
         has_mps=system == "Darwin" and platform.machine() == "arm64",
         cuda_visible_devices=visible,
@@ -63,16 +55,10 @@ def find_torch_version() -> Path | None:
     return Path(spec.origin).with_name("version.py") if spec and spec.origin else None
 
 
-def _torch_cuda_build(version_file: Path | None) -> str | None:
-    text = _read(version_file) if version_file else ""
-    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
-    return found.group(1) if found else None
-
-
-def _gpus(root: Path, visible: str | None, cuda_build: str | None, *, torch_installed: bool) -> tuple[int, str | None]:
-    if not torch_installed:
+def _gpus(root: Path, visible: str | None, version_file: Path | None) -> tuple[int, str | None]:
+    if version_file is None:
         return 0, "torch is not installed"
-    if cuda_build is None:
+    if not re.search(r"^cuda\b[^=]*=\s*['\"][\d.]+['\"]", _read(version_file), re.MULTILINE):
         return 0, "the installed torch is built for CPU only"
     devices = _num_gpu_devices(root)
     if devices == 0:
@@ -130,14 +116,6 @@ def _quota_v2(folder: Path) -> float:
 def _quota_v1(folder: Path) -> float:
     quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
     return quota / period if quota and period and quota > 0 else float("inf")
-
-
-def _memory_bytes(root: Path) -> int:
-    found = re.search(r"^MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
-    total = int(found.group(1)) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_number(path / "memory.max") for path in _cgroup_folders(root, "")]
-    limits += [_number(path / "memory.limit_in_bytes") for path in _cgroup_folders(root, "memory")]
-    return min([total, *(limit for limit in limits if limit)])
 
 
 def _shm_bytes(path: Path) -> int | None:

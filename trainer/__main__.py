@@ -1,5 +1,5 @@
-"""Entry of one rank: `python -m trainer ATTEMPT_DIR`. First its own log, then the signals, then torch; errors become an
-outcome file."""
+"""Entry of one rank: `python -m trainer ATTEMPT_DIR`. First its own log,
+then the signals, then torch; errors become an outcome file."""
 
 import errno
 import gc

@@ -52,8 +52,8 @@ DEFERRED = ["cuda"]
 
 
 class HostCopy:
-    """A small tensor on its way to the host: from a GPU asynchronously, so that to read it one step later waits for
-    nothing that was enqueued since."""
+    """A small tensor on its way to the host: from a GPU asynchronously,
+    so that to read it one step later waits for nothing that was enqueued since."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.is_ready = tensor.device.type not in DEFERRED

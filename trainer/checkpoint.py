@@ -9,7 +9,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,11 +21,11 @@ from torch import Tensor
 
 from configs.contract import write_atomically
 from configs.errors import CheckpointError, EnvironmentProblem
+from configs.run_dir import STEP_FOLDER, step_name
 from trainer.runtime import RunContext
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step_(\d{8,})")
 _BEST = "best.json"
 _OLD = ".old_"
 _FIXES = {
@@ -40,8 +39,8 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one rank puts into a checkpoint. `shared` is the same on all ranks and written by rank 0: file stem to
-    tensors."""
+    """What one rank puts into a checkpoint. `shared` is the same on all
+    ranks and written by rank 0: file stem to tensors."""
 
     step: int
     shared: dict[str, Tensors]
@@ -59,13 +58,9 @@ class Loaded:
     state: dict[str, Any]
 
 
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
 def step_folders(folder: Path) -> list[Path]:
     """Published checkpoints, oldest first; a name that only resembles one is none."""
-    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := _STEP.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := STEP_FOLDER.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 
 
@@ -182,7 +177,7 @@ def best_name(folder: Path) -> str | None:
         name = json.loads((folder / _BEST).read_text(encoding="utf-8"))["name"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return name if isinstance(name, str) and _STEP.fullmatch(name) else None
+    return name if isinstance(name, str) and STEP_FOLDER.fullmatch(name) else None
 
 
 def fault_of(path: Path) -> str | None:

@@ -16,8 +16,8 @@ from trainer.runtime import RunContext
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Fractions in [0, 1]; `loss` is the mean over `count` samples; `top5` only where there are more than five
-    classes."""
+    """Fractions in [0, 1]; `loss` is the mean over `count` samples;
+    `top5` only where there are more than five classes."""
 
     loss: float
     top1: float
@@ -37,8 +37,8 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates on `model`, a copy of the trained network: statistics are averaged over the ranks without touching
-    theirs."""
+    """Evaluates on `model`, a copy of the trained network:
+    statistics are averaged over the ranks without touching theirs."""
 
     model: nn.Module
     source: Source
@@ -92,8 +92,8 @@ class Evaluator:
 
 @torch.no_grad()
 def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunContext) -> None:
-    """Copy `weights` into `model`, its floating buffers averaged over the ranks (parameters are equal on all of
-    them)."""
+    """Copy `weights` into `model`, its
+    floating buffers averaged over the ranks (parameters are equal on all of them)."""
     parameters = dict(model.named_parameters())
     for name, target in averaged_tensors(model).items():
         target.copy_(weights[name])

@@ -68,8 +68,8 @@ class MnistCNN(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., https://arxiv.org/abs/1512.03385), 1x1 where the shape
-    changes."""
+    """Two 3x3 convolutions and a shortcut (He et al., https://arxiv.org/abs/1512.03385),
+    1x1 where the shape changes."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -87,8 +87,8 @@ class ResidualBlock(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """The CIFAR residual net of He et al.: 3x3 stem, three stages of `depth` blocks, widths w, 2w, 4w, global average
-    pooling."""
+    """The CIFAR residual net of He et al.: 3x3 stem, three stages of `depth` blocks,
+    widths w, 2w, 4w, global average pooling."""
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int], width: int = 16, depth: int = 3) -> None:
         super().__init__()

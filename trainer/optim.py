@@ -54,8 +54,8 @@ def apply_update(
     *,
     want_grad_norm: bool,
 ) -> Update:
-    """One update with learning rate `lr`: unscale once, clip, step, and tell by the scale whether the step was
-    taken."""
+    """One update with learning rate `lr`: unscale once, clip, step,
+    and tell by the scale whether the step was taken."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     if scaler is not None:
@@ -79,8 +79,8 @@ def apply_update(
 
 
 class Ema:
-    """Moving average of the weights and the floating buffers; the half-life is in samples, so it does not depend on the
-    batch size."""
+    """Moving average of the weights and the floating buffers; the half-life is in samples,
+    so it does not depend on the batch size."""
 
     def __init__(self, model: nn.Module, half_life_samples: float) -> None:
         self.half_life_samples = half_life_samples

@@ -32,8 +32,8 @@ MNIST_MD5 = {
 
 
 def prepare_data(config: DataConfig) -> None:
-    """Have the data set of `config` complete under data.root, or raise EnvironmentProblem. Safe with any number of
-    callers."""
+    """Have the data set of `config` complete under data.root,
+    or raise EnvironmentProblem. Safe with any number of callers."""
     known = KNOWN_DATA.get(config.name)
     if known is None:
         return
@@ -66,8 +66,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _aside(root: Path) -> Iterator[Path]:
-    """A folder beside the final one. Those of a process that was killed are removed: the lock says that nobody else is
-    at work."""
+    """A folder beside the final one. Those of a process that was killed are removed:
+    the lock says that nobody else is at work."""
     for leftover in root.glob(".tmp-*"):
         shutil.rmtree(leftover)
     path = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root))
@@ -84,8 +84,8 @@ def _sync(path: Path) -> None:
 
 
 def unpack_mnist(folder: Path) -> None:
-    """Unpack the embedded files to where torchvision.datasets.MNIST reads them. Raises EnvironmentProblem if one is not
-    MNIST's."""
+    """Unpack the embedded files to where torchvision.datasets.MNIST reads them.
+    Raises EnvironmentProblem if one is not MNIST's."""
     folder.mkdir(parents=True)
     for name, md5 in MNIST_MD5.items():
         packed = EMBEDDED_MNIST / f"{name}.gz"

@@ -19,8 +19,8 @@ from trainer.stop import StopFlag
 
 
 def measure(plan: WorkerPlan) -> dict[str, int | float]:
-    """Build the job for one process and take three steps of one rank's share; the fastest is reported, in
-    milliseconds."""
+    """Build the job for one process and take three steps of one rank's share;
+    the fastest is reported, in milliseconds."""
     share = plan.config.model_copy(update={"global_batch_size": _rank_share(plan), "per_device_batch_size": None})
     alone = dataclasses.replace(plan, config=share, world_size=1, local_world_size=1, store=None, terminal=None)
     with tempfile.TemporaryDirectory() as folder:

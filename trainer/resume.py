@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs.errors import CheckpointError, ConfigError
+from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.checkpoint import Loaded, Snapshot
 from trainer.job import Job
@@ -180,7 +181,7 @@ def _choose_for_evaluation(folder: Path, which: str) -> str:
     if which in ("best", "last") and best is None:
         newest = checkpoint.newest_valid(folder, lambda *_: None)
         best = None if newest is None else newest.name
-    name = best if which in ("best", "last") else checkpoint.step_name(int(which))
+    name = best if which in ("best", "last") else step_name(int(which))
     there = [path.name for path in checkpoint.step_folders(folder)]
     if name is None or name not in there:
         raise CheckpointError(f"{folder} has no checkpoint {which!r}; it has {', '.join(there) or 'none'}")

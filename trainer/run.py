@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from configs.contract import WorkerPlan, write_atomically
 from configs.derive import plan_batches
-from configs.run_dir import AttemptDir, RunDir
+from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from configs.schema import LossConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
@@ -62,6 +62,8 @@ class Run:
         job, facts, screen = self.build(context)
         commit = summary.ask_git() if context.is_rank_zero else None
         last = resume.resume_newest(job, self.run_dir.checkpoints, facts)
+        if context.is_rank_zero:
+            commit_settings(self.run_dir, self.attempt)
         if last is not None:
             screen.append(f"resume     {last}: epoch {job.state.epoch}, step {job.state.step}")
         for line in screen:
@@ -76,7 +78,7 @@ class Run:
         context.close()
         if result is not None:
             summary.check_expectations(job.config.expect, result["metrics"])
-        return Ending(is_finished, job.state.step, job.state.epoch, checkpoint.step_name(job.state.step))
+        return Ending(is_finished, job.state.step, job.state.epoch, step_name(job.state.step))
 
     def _train(self, job: Job, commit: summary.GitAnswer | None) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the run is finished, and if it is, its result."""
@@ -126,8 +128,8 @@ class Run:
         return Ending(True, job.state.step, job.state.epoch, name)
 
     def build(self, context: RunContext) -> tuple[Job, dict[str, Any], list[str]]:
-        """Everything from the data to the job, nothing restored. Returns (job, facts for its checkpoints, plan
-        screen)."""
+        """Everything from the data to the job, nothing restored.
+        Returns (job, facts for its checkpoints, plan screen)."""
         config, device = self.plan.config, context.device
         batch = plan_batches(config, context.world_size)
         data = context.together(lambda: load_data(config.data))

@@ -34,8 +34,8 @@ class PeerError(LockstepError):
 
 
 class RunContext:
-    """What a rank knows about the world it runs in. Every method that communicates is called by all ranks or by
-    none."""
+    """What a rank knows about the world it runs in.
+    Every method that communicates is called by all ranks or by none."""
 
     def __init__(self, plan: WorkerPlan) -> None:
         self.rank = int(os.environ.get("RANK", "0"))
@@ -91,8 +91,8 @@ class RunContext:
         return context
 
     def seed_dropout(self, seed: int, batch: int, micro_batch: int) -> None:
-        """Key what a model draws by itself. By rank too: it cannot be keyed by sample, so another world size
-        differs."""
+        """Key what a model draws by itself. By rank too: it cannot be keyed by sample,
+        so another world size differs."""
         key = key_of(seed, batch, micro_batch, self.rank) % (1 << 63)
         torch.default_generator.manual_seed(key)
         if self.device.type == "cuda":
@@ -115,8 +115,8 @@ class RunContext:
         return values
 
     def together(self, function: Callable[[], T]) -> T:
-        """Run `function` on every rank; if it raises on any, it raises on all: there the error itself, elsewhere a
-        PeerError."""
+        """Run `function` on every rank; if it raises on any, it raises on all:
+        there the error itself, elsewhere a PeerError."""
         error, result = None, None
         try:
             result = function()
@@ -161,8 +161,8 @@ def _check_device(device: str, local_rank: int) -> None:
 
 
 def _join(plan: WorkerPlan, rank: int, world_size: int) -> None:
-    """Enter the process group. On one node the ranks meet in a file, so that no port is needed and nothing listens for
-    it."""
+    """Enter the process group. On one node the ranks meet in a file,
+    so that no port is needed and nothing listens for it."""
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
     if plan.store is None:

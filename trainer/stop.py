@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+from configs.run_dir import STOP_SIGNALS
 
 
 class StopFlag:
@@ -23,8 +23,8 @@ class StopFlag:
 
     def install(self) -> None:
         """Catch the stop signals from now on."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
+        for name in STOP_SIGNALS:
+            signal.signal(signal.Signals[name], self._on_signal)
 
     def look_for(self, request: Path) -> None:
         """Set the flag if the launcher left the file `request` before the signals were caught."""

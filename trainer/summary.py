@@ -1,5 +1,5 @@
-"""What a run says of itself: the plan on one screen, and the result on the screen, in result.json and in
-TensorBoard."""
+"""What a run says of itself: the plan on one screen, and the result on the screen,
+in result.json and in TensorBoard."""
 
 import importlib.metadata
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from configs.contract import WorkerPlan, write_atomically
-from configs.derive import BatchPlan, lr_at
+from configs.derive import BatchPlan, counted, lr_plan
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
@@ -24,7 +24,7 @@ GitAnswer = Callable[[], str | None]
 def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, Any], residency: str) -> list[str]:
     """One line a topic."""
     config, per_epoch = job.config, job.order.batches_per_epoch
-    rates = "  ".join(f"{lr_at(job.total_steps * part // 4, config, per_epoch):.3g}" for part in range(5))
+    rates = "  ".join(f"{lr:.3g}" for _, lr in lr_plan(config, per_epoch))
     length = (
         f"{config.max_epochs} epochs"
         if config.max_epochs is not None
@@ -32,7 +32,7 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, A
     )
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
     sizes = f"{facts['num_train']:,} train, {facts['num_eval']:,} eval, {facts['num_classes']} classes"
-    threads = f"{plan.threads_per_rank} thread{'s' if plan.threads_per_rank > 1 else ''} a rank"
+    threads = f"{counted(plan.threads_per_rank, 'thread')} a rank"
     return [
         f"data       {config.data.name}: {sizes}; {residency}",
         f"model      {config.model.name}: {parameters:,} parameters, {config.dtype}",

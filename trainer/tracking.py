@@ -10,8 +10,8 @@ from configs.run_dir import RunDir
 
 
 class Tracker:
-    """Scalars by step. A resume leaves each step once: later points of an earlier attempt are dropped from both
-    files."""
+    """Scalars by step. A resume leaves each step once:
+    later points of an earlier attempt are dropped from both files."""
 
     def __init__(self, run_dir: RunDir, resumed_step: int, config: str = "") -> None:
         """Go on after `resumed_step`; `config` is shown as text in TensorBoard, from the first point on."""

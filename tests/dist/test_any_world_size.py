@@ -79,8 +79,8 @@ def test_first_steps_in_fp32(tmp_path: Path, global_batch: int, world_size: int,
 
 
 def ids_read(reads: Path, world_size: int, sizes: list[int]) -> list[list[int]]:
-    """The samples of each global batch, put together from what each rank read. The first read of a rank is build's,
-    which looks at the shape of an image."""
+    """The samples of each global batch, put together from what each rank read.
+    The first read of a rank is build's, which looks at the shape of an image."""
     ranks = [[int(line) for line in Path(f"{reads}.{rank}").read_text().split()] for rank in range(world_size)]
     assert all(ids.pop(0) == 0 for ids in ranks)
     batches = []

@@ -263,7 +263,7 @@ def test_weights_that_cannot_be_taken_are_told(tmp_path: Path, fault: str) -> No
     shutil.rmtree(tmp_path / "source")
 
 
-@pytest.mark.parametrize("optim", [{"name": "adamw", "lr": 0.01}, {"name": "sgd", "lr": 0.05, "momentum": 0.9}], ids=str)
+@pytest.mark.parametrize("optim", [{"name": "adamw", "lr": 0.01}, {"name": "sgd", "lr": 0.05, "momentum": 0.9}])
 def test_resume_is_bit_identical_in_channels_last(tmp_path: Path, optim: dict[str, object]) -> None:
     changes = {"channels_last": True, "model": {"name": "tests.dist.toys:TwoConvolutions"}, "optim": optim}
     config = tiny_config(checkpoint__every_steps=3, **changes)

@@ -122,8 +122,8 @@ def _when(event: str) -> int:
 
 
 class _Mortal(nn.Module):
-    """Is killed at training forward pass DIE_AT of rank DIE_RANK and asked to stop at STOP_AT of rank STOP_RANK, if the
-    environment says so."""
+    """Is killed at training forward pass DIE_AT of rank DIE_RANK and asked to stop at STOP_AT of rank STOP_RANK,
+    if the environment says so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.loader import load_config
 from tests.e2e.commands import ROOT, Command, Place, needs_proc
 
 pytestmark = needs_proc
@@ -86,8 +87,22 @@ def test_a_run_is_extended_or_started_afresh_beside_it(finished: Place) -> None:
     fresh.ends_with(0)
     assert any(line.startswith("resume     step_00000016: epoch 2, step 16") for line in longer.lines)
     assert result_of(finished, "done")["step"] == 24
+    changed = load_config(finished.run_dir("done").config).config
+    assert (changed.max_epochs, changed.optim.lr) == (3, 0.2)
+    assert finished.run("resume", "done").lines[0].startswith("run done is finished: step 24, ")
     assert "run done-2 in runs/done-2, attempt 001" in fresh.lines
     assert finished.run_dir("done-2").weights.read_bytes() == before  # the same experiment again
+
+
+def test_changes_that_do_not_fit_leave_the_run_as_it_was(finished: Place) -> None:
+    """--allow-changes lets them through; that it is another network, only the ranks can tell."""
+    run = finished.run_dir("done")
+    before = run.config.read_bytes(), run.result.read_bytes()
+    refused = finished.run("resume", "done", "model.args={hidden: [512]}", "--allow-changes", code=2)
+    assert "Traceback" not in refused.output
+    assert re.search(r"^checkpoint error: .* is of another architecture: ", refused.last_lines, re.MULTILINE)
+    assert (run.config.read_bytes(), run.result.read_bytes()) == before
+    assert finished.run("resume", "done").lines[0].startswith("run done is finished: step 16, ")
 
 
 def test_accelerate_runs_one_process_in_the_precision_asked_for(here: Place) -> None:
@@ -118,7 +133,8 @@ def test_a_terminal_shows_a_bar_and_the_log_does_not(here: Place, how: str) -> N
         command.until(lambda: b"train/loss" in _read(screen, shown), "a bar with a loss")
         if how == "Ctrl-C":
             user.write(b"\x03")
-            command.until(lambda: b"stopped by SIGINT at step" in _read(screen, shown), "the last line")
+            last_line = b"\r\x1b[Kstopped by SIGINT at step"  # whatever was left of the bar is cleared
+            command.until(lambda: last_line in _read(screen, shown), "the last line")
             command.ends_with(130)
     command.ends_with(130 if how == "Ctrl-C" else 75)
     assert re.search(rb"\r.*\d+/1000000 \[.*step/s, train/loss \d", bytes(shown))

@@ -71,7 +71,7 @@ def test_a_batch_size_per_device_gives_each_rank_as_many(world_size: int, cap: i
     ("total", "cap", "world_size", "text"),
     [
         (256, 32, 4, "per-device 32 x 4 processes x accumulation 2 = global 256"),
-        (256, None, 1, "per-device 256 x 1 processes x accumulation 1 = global 256"),
+        (256, None, 1, "per-device 256 x 1 process x accumulation 1 = global 256"),
         (
             9,
             None,

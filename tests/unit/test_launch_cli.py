@@ -1,5 +1,6 @@
 """The command line: what it refuses, in words, and what it costs."""
 
+import errno
 import re
 import socket
 import subprocess
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from configs.contract import WorkerPlan
 from configs.errors import EnvironmentProblem, LockstepError
 from configs.known_data import KNOWN_DATA
+from configs.run_dir import RunDir
 from configs.schema import RunConfig
-from launch import cli, preflight
+from launch import cli, preflight, signals
 from launch.backends import Rendezvous
+from launch.plan import LaunchPlan
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = "max_epochs: 2\nglobal_batch_size: 64\n"
@@ -89,14 +93,25 @@ def test_values_with_spaces_survive(here: Path, capsys: pytest.CaptureFixture[st
     [
         (["resume", "nothing"], "there is no run 'nothing'"),
         (["eval", "nothing"], "there is no run 'nothing'"),
+        (
+            ["eval", "started", "--checkpoint", "foo"],
+            "--checkpoint: expected best, last or the number of a step, got 'foo'",
+        ),
+        (["eval", "started", "--checkpoint=-1"], "got '-1'"),
+        (["eval", "started"], "run 'started' has no checkpoint yet"),
         (["train", "missing.yaml"], "missing.yaml"),
         (["train", "demo.yaml", "--nnodes", "2"], "--rdzv-endpoint HOST:PORT"),
     ],
 )
 def test_refusals(here: Path, command: list[str], text: str) -> None:
+    run = here / "runs" / "started"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(CONFIG)
+    (run / "model.safetensors").write_text("")  # is not evaluated: it holds no EMA and no statistics of a rank
     error = refused(*command)
     assert error.exit_code == 2
     assert text in str(error)
+    assert not (run / "attempts").exists()
 
 
 def test_problems_are_printed_one_a_line_without_a_traceback(here: Path) -> None:
@@ -106,6 +121,39 @@ def test_problems_are_printed_one_a_line_without_a_traceback(here: Path) -> None
     assert done.returncode == 2
     assert done.stdout == ""
     assert [line[:14] for line in done.stderr.splitlines()] == ["config error: "] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a/plan.json"),
+            "runs/a/plan.json: No space left on device",
+        ),
+        (OSError("strange"), "strange"),
+    ],
+)
+def test_an_error_of_the_launchers_own_files_is_one_line(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(signals, "raise_on_stop", lambda: None)
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 3
+    assert capsys.readouterr().err == f"environment error: {line}\n"
+
+
+def test_a_killed_helper_is_one_line(here: Path) -> None:
+    run = RunDir(here / "runs/x")
+    worker = WorkerPlan("train", RunConfig(max_epochs=1, global_batch_size=8), "direct", "cpu", 1, 1, 1)
+    plan = LaunchPlan(worker, "", "", 1, 0, [sys.executable], {}, [], {}, run.attempt("001"), here, [])
+    command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)", "plan.json"]
+    with pytest.raises(EnvironmentProblem, match=r"the helper .* was killed by SIGKILL \(out of memory\?\)$"):
+        preflight.run_helper(command, plan, {}, capture=True)
 
 
 def test_an_unknown_host_is_named() -> None:

@@ -16,12 +16,10 @@ from launch.render import render_plan
 from launch.topology import Topology
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-CPU = Topology(
-    cores=8, memory_bytes=16 * 2**30, num_gpus=0, gpu_reason="no driver", torch_cuda_build="13.0", has_amx=True,
-    shm_bytes=2**30, hostname="box",
-)  # fmt: skip
+CPU = Topology(cores=8, num_gpus=0, gpu_reason="no driver", has_amx=True, shm_bytes=2**30)
 GPU = dataclasses.replace(CPU, num_gpus=2, gpu_reason=None, cuda_visible_devices="0,1")
 MAC = dataclasses.replace(CPU, system="Darwin", has_mps=True, has_amx=False)
+OWN = {"name": "mine:data", "num_classes": 3}
 REQUEST = Request(
     run_name="demo-001",
     attempt=RunDir(Path("/home/me/runs/demo-001")).attempt("001"),
@@ -99,6 +97,8 @@ def test_tells_all_that_does_not_fit_at_once() -> None:
         ({}, {}, 3, 2, "8 cores / 3 processes"),
         ({}, {}, 16, 1, "8 cores / 16 processes"),
         ({"data": {"residency": "stream", "num_workers": 3}}, {}, 2, 1, "8 cores / 2 processes - 3 loader workers"),
+        ({"data": OWN | {"num_workers": 1}}, {}, 2, 3, "8 cores / 2 processes - 1 loader worker"),
+        ({"data": OWN | {"residency": "device"}}, {}, 2, 4, "8 cores / 2 processes"),
         ({}, {"OMP_NUM_THREADS": "5"}, 2, 5, "OMP_NUM_THREADS of your environment"),
         ({}, {"OMP_NUM_THREADS": "junk"}, 2, 4, "8 cores / 2 processes"),
         ({"launch": {"num_threads": 3}}, {"OMP_NUM_THREADS": "5"}, 2, 3, "launch.num_threads"),
@@ -108,6 +108,26 @@ def test_threads(settings: dict[str, Any], environ: dict[str, str], nproc: int, 
     plan = planned(CPU, settings, nproc=nproc, environ=environ)
     assert (plan.worker.threads_per_rank, plan.threads_note) == (threads, note)
     assert plan.environment["OMP_NUM_THREADS"] == str(threads)
+
+
+@pytest.mark.parametrize(
+    ("data", "warning"),
+    [
+        ({"residency": "stream"}, ["shared memory is 64 MiB, little for 2 loader workers (docker: --shm-size)"]),
+        (OWN, ["shared memory is 64 MiB, little for 2 loader workers (docker: --shm-size)"]),
+        (OWN | {"num_workers": 1}, []),
+        (OWN | {"residency": "device"}, []),
+        ({}, []),
+    ],
+)
+def test_little_shared_memory_is_told_where_loader_workers_need_it(data: dict[str, Any], warning: list[str]) -> None:
+    assert planned(dataclasses.replace(CPU, shm_bytes=64 * 2**20), {"data": data}).warnings == warning
+
+
+def test_torchrun_is_told_the_grace_time_in_a_way_that_old_ones_ignore() -> None:
+    plan = planned(CPU, {"launch": {"grace_s": 12.5}}, nproc=2)
+    assert plan.environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "13"
+    assert not any("shutdown" in argument for argument in plan.argv)
 
 
 def test_stray_variables_never_reach_the_ranks() -> None:
@@ -183,7 +203,7 @@ def test_rendered_plan_is_the_golden_one() -> None:
 
 
 def test_what_needs_torch_is_unknown_until_probed() -> None:
-    plan = planned(CPU, {"data": {"name": "mine:data", "num_classes": 3}})
+    plan = planned(CPU, {"data": OWN})
     assert render_plan(plan, CPU, {}).count("unknown (use plan --probe)") == 3
     probe = {
         "parameters": 1234,

@@ -10,7 +10,8 @@ from configs.contract import Outcome, WorkerPlan
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from launch.plan import LaunchPlan
-from launch.report import Verdict, conclude, signal_words
+from launch.report import Verdict, conclude
+from launch.signals import signal_words
 from launch.supervise import Ending
 
 RESUME = "make resume RUN=demo"
@@ -114,22 +115,39 @@ def test_a_rank_that_died_without_a_word(tmp_path: Path, report: str, code: int,
     plan = plan_of(tmp_path, 2)
     plan.attempt.agent_log.write_text(report.format(code=code))
     outcome(plan, 0, "failed", exit_code=1, kind="peer", message="connection closed")
-    assert judged(plan, died=(1,)).lines[0] == f"FAILED: rank 1 of 2 (pid 4243): {words}"
-    assert "connection closed" not in "\n".join(judged(plan, died=(1,)).lines)
+    assert judged(plan, died={1: 9.0}).lines[0] == f"FAILED: rank 1 of 2 (pid 4243): {words}"
+    assert "connection closed" not in "\n".join(judged(plan, died={1: 9.0}).lines)
 
 
 def test_of_several_dead_ranks_the_one_that_torchrun_ended_is_not_the_cause(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 2)
     plan.attempt.agent_log.write_text(AGENT_SUMMARY.format(code=-11))
-    assert judged(plan, died=(0, 1)).lines[0].startswith("FAILED: rank 1 of 2 (pid 4243): killed by SIGSEGV")
+    assert judged(plan, died={0: 9.0, 1: 9.1}).lines[0].startswith("FAILED: rank 1 of 2 (pid 4243): killed by SIGSEGV")
 
 
 def test_the_error_in_the_log_of_a_dead_rank_is_shown(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 1)
     plan.attempt.rank_log(0).write_text("step 1\nTraceback ...\nModuleNotFoundError: No module named 'nothing'\nbye\n")
-    lines = judged(plan, 1, died=(0,)).lines
+    lines = judged(plan, 1, died={0: 9.0}).lines
     assert lines[0] == "FAILED: rank 0 of 1 (pid 4242): exit code 1"
     assert lines[1] == "its last line: ModuleNotFoundError: No module named 'nothing'"
+
+
+@pytest.mark.parametrize(("seen", "rank"), [(1.9, 1), (2.1, 0)])
+def test_what_fails_after_a_death_failed_because_of_it(tmp_path: Path, seen: float, rank: int) -> None:
+    """Also where the victim's error is not known to be one, as a CUDA error after a lost peer."""
+    plan = plan_of(tmp_path, 2)
+    outcome(plan, 0, "failed", 2.0, exit_code=1, kind="RuntimeError", message="something went away")
+    lines = judged(plan, died={1: seen}).lines
+    assert lines[0].startswith(f"FAILED: rank {rank} of 2 ")
+    assert ("rank 0 stopped because of it" in lines) == (rank == 1)
+
+
+@pytest.mark.parametrize(("code", "expected"), [(2, 2), (3, 3), (7, 1), (-9, 1)])
+def test_a_rank_that_could_not_write_its_outcome_still_tells_by_its_exit_code(
+    tmp_path: Path, code: int, expected: int
+) -> None:
+    assert judged(plan_of(tmp_path, 1), code, died={0: 9.0}).exit_code == expected
 
 
 def test_a_silent_rank_that_we_killed_is_not_called_out_of_memory(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.loader import dump_config, load_config
-from configs.run_dir import RunDir
+from configs.run_dir import RunDir, commit_settings, step_name
 from configs.schema import RunConfig
 from launch import run_folder
 from launch.run_folder import NameRequest
@@ -89,7 +89,7 @@ def test_changed_settings_are_listed_and_need_leave(tmp_path: Path) -> None:
     assert run_folder.check_settings(run, free, allow_changes=False) == []
 
 
-def test_the_config_is_written_once_and_a_changed_run_is_finished_no_more(tmp_path: Path) -> None:
+def test_the_config_is_written_once_and_other_settings_wait_for_the_ranks(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "a")
     attempt = run_folder.make_attempt(run)
     run_folder.record_settings(run, attempt, CONFIG, changed=False)
@@ -99,10 +99,23 @@ def test_the_config_is_written_once_and_a_changed_run_is_finished_no_more(tmp_pa
     assert run.config.read_text() == first
     run.result.write_text(json.dumps({"status": "finished"}))
     assert run_folder.finished_result(run)
+    commit_settings(run, attempt)  # that brought no other ones
     run_folder.record_settings(run, attempt, longer, changed=True)
+    assert run.config.read_text() == first
+    assert run_folder.finished_result(run)
+    commit_settings(run, attempt)
     assert load_config(run.config).config == longer
     assert run_folder.finished_result(run) is None
     assert (attempt.path / "result-before.json").is_file()
+
+
+def test_the_newest_checkpoint_is_known_by_its_name(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "a")
+    assert run_folder.newest_step(run) is None
+    names = (step_name(9), step_name(123456789), ".tmp_step_9999999999", "step_12", "step_00000009.damaged")
+    for name in names:
+        (run.checkpoints / name).mkdir(parents=True)
+    assert run_folder.newest_step(run) == 123456789
 
 
 def test_attempts_are_numbered_by_kind_and_node(tmp_path: Path) -> None:

@@ -17,12 +17,13 @@ import pytest
 from configs.contract import WorkerPlan
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
-from launch import supervise
+from launch import start, supervise
 from launch.follow import LogFollower
+from launch.options import Options
 from launch.plan import LaunchPlan
 from launch.processes import find_process, is_alive, kill_tree
 from launch.report import conclude
-from launch.signals import StopSignals
+from launch.signals import STOP_SIGNALS, StopSignals, raise_on_stop
 from launch.supervise import Ending, read_pids, run_attempt
 
 # What trainer promises the launcher: own log, handlers, pid file, look for a stop request, outcome.
@@ -71,9 +72,10 @@ sys.exit(1 if any([rank.wait() for rank in ranks]) else 0)
 @pytest.fixture(autouse=True)
 def _quick_and_clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervise, "AFTER_FAILURE_S", 0.2)
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
-    assert {number: signal.getsignal(number) for number in before} == before
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def plan_of(tmp_path: Path, *ranks: str, **launch: Any) -> LaunchPlan:
@@ -116,8 +118,8 @@ class Console(io.BytesIO):
 def run(plan: LaunchPlan, out: io.BytesIO | None = None) -> tuple[Ending, list[int]]:
     """Run the attempt; with it, the pids of ranks that are still alive after it: none."""
     signals = StopSignals()
-    with signals.noted():
-        ending = run_attempt(plan, os.environ, signals, out=out or io.BytesIO())
+    signals.note()
+    ending = run_attempt(plan, os.environ, signals, out=out or io.BytesIO())
     return ending, [pid for pid in read_pids(plan.attempt).values() if find_process(pid)]
 
 
@@ -143,6 +145,14 @@ def test_a_signal_stops_every_rank_once_and_cleanly(
     verdict = conclude(plan, ending, "go on")
     assert verdict.exit_code == code
     assert verdict.lines == [f"stopped by {ending.signal} at step 41; checkpoint step_00000041; go on with: go on"]
+
+
+def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "done")
+    raise_on_stop()
+    assert start._run(plan, RunDir(tmp_path / "runs/demo"), Options()) == 0
+    for number in STOP_SIGNALS:
+        os.kill(os.getpid(), number)
 
 
 def test_a_rank_that_starts_later_finds_the_request(tmp_path: Path) -> None:
@@ -171,7 +181,8 @@ def test_one_failed_rank_ends_the_others(tmp_path: Path, what: str, cause: str) 
     plan = plan_of(tmp_path, "deaf", what)
     ending, left = run(plan)
     assert (ending.killed, left) == ("failure", [])
-    assert ending.died == ((1,) if what == "kill" else ())
+    assert [*ending.died] == ([1] if what == "kill" else [])
+    assert all(0 <= time.time() - seen < 60 for seen in ending.died.values())
     verdict = conclude(plan, ending, "")
     assert verdict.exit_code == 1
     assert verdict.lines[0].startswith("FAILED: rank 1 of 2")
@@ -222,4 +233,4 @@ def test_the_follower_copies_lines_once_and_clears_the_bar_on_a_terminal(tmp_pat
     for follower in followers:
         follower.finish()
     assert plain.getvalue() == b"one\ntwo\nthree\n"
-    assert terminal.getvalue() == b"\r\x1b[Kone\n\r\x1b[Ktwo\n\r\x1b[Kthree\n"
+    assert terminal.getvalue() == b"\r\x1b[Kone\n\r\x1b[Ktwo\n\r\x1b[Kthree\n\r\x1b[K"

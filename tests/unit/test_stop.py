@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.stop import STOP_SIGNALS, StopFlag
+from configs.run_dir import STOP_SIGNALS as NAMES
+from trainer.stop import StopFlag
+
+STOP_SIGNALS = [signal.Signals[name] for name in NAMES]
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,8 @@ _SHIFT_Y, _SHIFT_X, _FLIP, _CUTOUT_Y, _CUTOUT_X = range(5)
 
 
 def shift(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:
-    """Move image i of (B, C, H, W) by (dy[i] - reach, dx[i] - reach) pixels, 0 <= dy, dx <= 2 * reach; zeros come
-    in."""
+    """Move image i of (B, C, H, W) by (dy[i] - reach, dx[i] - reach)
+    pixels, 0 <= dy, dx <= 2 * reach; zeros come in."""
     height, width = images.shape[2:]
     windows = F.pad(images, (reach,) * 4).unfold(2, height, 1).unfold(3, width, 1)
     return windows[torch.arange(len(images), device=images.device), :, dy, dx]

@@ -116,8 +116,8 @@ def load_callable(name: str, key: str) -> Any:
 
 
 def as_image_tensor(image: Any) -> Tensor:
-    """A data set's image as a (C, H, W) tensor: uint8 from PIL and from uint8 arrays (H, W) or (H, W, C), others
-    unchanged."""
+    """A data set's image as a (C, H, W) tensor: uint8 from PIL and from uint8 arrays
+    (H, W) or (H, W, C), others unchanged."""
     if isinstance(image, Tensor):
         return image if image.ndim == 3 else image.unsqueeze(0)
     if hasattr(image, "getbands"):

@@ -45,8 +45,8 @@ def _shift_right(values: Tensor, bits: int) -> Tensor:
 
 
 def hash_of(key: int, indices: Tensor) -> Tensor:
-    """SplitMix64 outputs number `indices` (int64, any shape) of the generator seeded with `key`, as int64 bit
-    patterns."""
+    """SplitMix64 outputs number `indices` (int64, any shape)
+    of the generator seeded with `key`, as int64 bit patterns."""
     values = (indices + 1) * _signed(_GAMMA) + _signed(key)
     values = (values ^ _shift_right(values, 30)) * _signed(_MULTIPLIERS[0])
     values = (values ^ _shift_right(values, 27)) * _signed(_MULTIPLIERS[1])

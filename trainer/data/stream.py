@@ -1,5 +1,5 @@
-"""A split that is read sample by sample through DataLoader workers, which hand over uint8; the rest runs on the
-device."""
+"""A split that is read sample by sample through DataLoader workers,
+which hand over uint8; the rest runs on the device."""
 
 import random
 from collections.abc import Iterator, Sequence
