@@ -152,8 +152,8 @@ def save(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 def run_python(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Run this Python in the project's folder; returns what it printed. Raises with the end of its output if it
-    fails."""
+    """Run this Python in the project's folder; returns what it printed.
+    Raises with the end of its output if it fails."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -22,8 +22,8 @@ def images(train: bool) -> TensorSplit:
 
 
 class MarkedNet(nn.Module):
-    """The tutorial's net. When its second forward pass in training begins, so that the first step is over, it writes
-    the time to the file that MARK names."""
+    """The tutorial's net. When its second forward pass in training begins, so that the first step is over,
+    it writes the time to the file that MARK names."""
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()

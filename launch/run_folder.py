@@ -33,7 +33,7 @@ def choose_name(runs: Path, request: NameRequest) -> str:
     """The name a run would get now. Reads only; `claim_name` makes it so."""
     if request.name is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", request.stem).lstrip("._-") or "run"
-        return f"{stem}-{_highest(runs, _numbered(stem)) + 1:03d}"
+        return f"{stem}-{_highest(runs, _numbered(stem, digits=3)) + 1:03d}"
     name = checked_run_name(request.name)
     if not request.fresh or not (runs / name).exists():
         return name
@@ -173,8 +173,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _numbered(name: str) -> str:
-    return rf"{re.escape(name)}-(\d+)"
+def _numbered(name: str, digits: int = 1) -> str:
+    return rf"{re.escape(name)}-(\d{{{digits},}})"
 
 
 def _highest(folder: Path, pattern: str) -> int:
