@@ -44,11 +44,9 @@ def end_epoch(job: Job) -> None:
 
 def reduce_window(job: Job) -> None:
     """Add the ranks' training losses since the last time to the state. One collective."""
-    state = job.state
-    total = float(job.context.all_reduce_sum(job.window.clone()))
-    job.window.zero_()
-    state.loss_sum += total
-    state.epoch_loss_sum += total
+    total = job.window.reduce()
+    job.state.loss_sum += total
+    job.state.epoch_loss_sum += total
 
 
 def log_point(job: Job) -> None:

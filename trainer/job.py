@@ -17,6 +17,7 @@ from trainer.data.augment import Preprocess
 from trainer.data.order import Order
 from trainer.data.source import Source
 from trainer.evaluate import EvalResult, Evaluator
+from trainer.metrics import LossWindow
 from trainer.optim import Ema
 from trainer.runtime import RunContext
 from trainer.state import TrainState
@@ -67,12 +68,11 @@ class Job:
     tracker: Tracker | NullTracker
     console: Console
     stop: StopFlag
+    window: LossWindow
     save: Callable[["Job", bool], Path]
     """Writes a checkpoint of this job; the flag says that it is the best so far."""
     state: TrainState = field(default_factory=TrainState)
     clock: Clock = field(default_factory=Clock)
-    window: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """This rank's training loss, summed over its samples since it was last reduced; on the device."""
     pending: Pending | None = None
     agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
     grad_norm: Tensor | None = None

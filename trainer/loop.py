@@ -1,6 +1,7 @@
 """The training loop: one step, and stopping. Reads top to bottom; what is due between steps is in boundary.py."""
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 
@@ -76,12 +77,15 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     assert loss is not None
     outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
     settle(job)
+    on_host = None
     if outcome.is_ready:
-        job.agreed = read_agreed(job, outcome)
+        found = outcome.read()
+        job.agreed = agreed_by(job, found)
         if job.agreed.bad_ranks:
             raise bad_loss(job, job.lr())
+        on_host = found[0] if job.signals is None else None
     if not batch.is_dummy:
-        job.window += loss
+        job.window.add(loss, on_host)
     update(job, batch.size, outcome)
 
 
@@ -149,7 +153,7 @@ def settle(job: Job) -> None:
         return
     job.pending = None
     if not pending.outcome.is_ready:
-        job.agreed = read_agreed(job, pending.outcome)
+        job.agreed = agreed_by(job, pending.outcome.read())
         if job.agreed.bad_ranks:
             raise bad_loss(job, pending.lr)
     applied = pending.applied is None or bool(pending.applied.read()[0])
@@ -162,12 +166,11 @@ def settle(job: Job) -> None:
         )
 
 
-def read_agreed(job: Job, outcome: HostCopy) -> Agreed:
-    values = outcome.read()
+def agreed_by(job: Job, values: list[float]) -> Agreed:
+    """What an outcome says: the ranks' reduced signals, or of one process the loss."""
     if job.signals is not None:
         return agreed_from(values)
-    is_finite = values[0] - values[0] == 0.0
-    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), () if is_finite else (0,))
+    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), () if math.isfinite(values[0]) else (0,))
 
 
 def bad_loss(job: Job, lr: float) -> TrainingError:

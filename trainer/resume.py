@@ -26,7 +26,7 @@ def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
     parameters = dict(job.model.named_parameters())
     shared = {"model": {name: p.detach() for name, p in parameters.items()}, "optimizer": _optimizer_tensors(job)}
     own = {f"buffer/{name}": tensor for name, tensor in persistent_buffers(job.model).items()}
-    own[_WINDOW] = job.window
+    own[_WINDOW] = job.window.own()
     if job.ema is not None:
         shared["ema"] = {name: t for name, t in job.ema.tensors.items() if name in parameters}
         own |= {f"ema/{name}": t for name, t in job.ema.tensors.items() if name not in parameters}
@@ -53,7 +53,7 @@ def restore(job: Job, loaded: Loaded, path: Path, facts: dict[str, Any]) -> None
     with torch.no_grad():
         for name, tensor in (parameters | buffers).items():
             tensor.copy_(found[name])
-        job.window.copy_(own[_WINDOW])
+        job.window.set(own[_WINDOW])
         if job.ema is not None:
             averages = loaded.shared.get("ema", {}) | {
                 n.removeprefix("ema/"): t for n, t in own.items() if n.startswith("ema/")

@@ -29,6 +29,7 @@ from trainer.data.source import build_source, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.job import Job
 from trainer.loop import stop_if_weights_bad, train
+from trainer.metrics import LossWindow
 from trainer.models import build_model
 from trainer.optim import Ema, averaged_tensors, build_optimizer
 from trainer.runtime import RunContext, check_sync_batchnorm
@@ -182,7 +183,7 @@ class Run:
             console=self._console(context),
             stop=self.stop,
             save=partial(self._save, facts),
-            window=torch.zeros((), dtype=context.widest_dtype, device=device),
+            window=LossWindow(context),
         )
         return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason)
 
