@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from configs.contract import WorkerPlan, write_atomically
 from configs.derive import plan_batches
+from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
-from configs.schema import LossConfig
+from configs.schema import LossConfig, RunConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
@@ -132,6 +133,7 @@ class Run:
         """Everything from the data to the job, nothing restored.
         Returns (job, facts for its checkpoints, plan screen)."""
         config, device = self.plan.config, context.device
+        check_same_settings(context, config)
         batch = plan_batches(config, context.world_size)
         data = context.together(lambda: load_data(config.data))
         shape = image_shape(data)
@@ -230,6 +232,16 @@ class Run:
         )
         job.console.line(f"saved {path.name}")
         return path
+
+
+def check_same_settings(context: RunContext, config: RunConfig) -> None:
+    """Raise ConfigError on all ranks if a node was started with other settings than rank 0's."""
+    everyones = context.gather_objects(config.model_dump(mode="json"))
+    for rank, theirs in enumerate(everyones):
+        changed = [key for key in theirs if theirs[key] != everyones[0][key]]
+        if changed:
+            values = ", ".join(f"{key}: {everyones[0][key]} on rank 0, {theirs[key]} on rank {rank}" for key in changed)
+            raise ConfigError(f"the nodes were started with different settings: {values}; use the same on all")
 
 
 def prepare(context: RunContext, model: nn.Module, *, compile_it: bool) -> tuple[nn.Module, nn.Parameter | None]:

@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from configs.contract import Outcome
-from tests.dist.harness import exit_statuses, run, start, tiny_config
+from configs.errors import ConfigError
+from tests.dist.harness import exit_statuses, in_ranks, run, start, tiny_config
+from trainer.run import check_same_settings
+from trainer.runtime import RunContext
 
 
 def failing(name: str, rank: int = 1, step: int = 3) -> dict[str, Any]:
@@ -106,3 +109,16 @@ def test_missed_expectation_fails_the_run_which_is_saved_all_the_same(tmp_path: 
     assert attempt.statuses == [1, 1]
     assert attempt.outcome().kind == "training error"
     assert attempt.result()["step"] == 16
+
+
+def test_ranks_with_different_settings_are_refused_on_all(tmp_path: Path) -> None:
+    def function(context: RunContext) -> str:
+        try:
+            check_same_settings(context, tiny_config(seed=context.rank))
+        except ConfigError as error:
+            return str(error)
+        return "nothing"
+
+    told = in_ranks(tmp_path, 2, function)
+    assert told == [told[0]] * 2
+    assert "seed: 0 on rank 0, 1 on rank 1" in told[0]
