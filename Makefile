@@ -8,6 +8,11 @@
 #   PIP_ARGS="..."          options for pip, e.g. the index of another build of torch; remembered
 
 .DEFAULT_GOAL := help
+settings = CONFIG ARGS NGPU LAUNCHER RUN WHAT PYTHON VENV PIP_ARGS
+typed = $(foreach name,$(.VARIABLES),$(if $(findstring command line,$(origin $(name))),$(name)))
+ifneq ($(filter-out $(settings) MAKEFLAGS MAKEOVERRIDES -*-%,$(typed)),)
+$(error unknown: $(filter-out $(settings) MAKEFLAGS MAKEOVERRIDES -*-%,$(typed)); settings of the training go in ARGS="max_epochs=3")
+endif
 .NOTPARALLEL:
 .PHONY: help setup train-single train-multigpu resume eval plan tensorboard smoke test test-gpu lint check bench bench-gpu clean \
 	run-given
@@ -80,9 +85,10 @@ test: setup ## Run all tests; ARGS="-k order" for some of them
 test-gpu: setup ## Run the tests that need a GPU
 	$(PY) -m pytest -m gpu -rs $(args)
 
+ours = configs launch trainer tests benchmarks
 lint: setup ## Check style, types and who imports whom
-	$(PY) -m ruff check
-	$(PY) -m ruff format --check
+	$(PY) -m ruff check $(ours)
+	$(PY) -m ruff format --check $(ours)
 	$(PY) -m mypy
 	$(PY) -c 'from importlinter.cli import lint_imports_command as main; main()'
 

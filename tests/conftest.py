@@ -8,6 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+FOLDERS = {"unit", "dist", "e2e", "gpu"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A run of the whole suite that does not find one of its folders is no run of the whole suite."""
+    found = {item.path.relative_to(config.rootpath / "tests").parts[0] for item in items}
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not found >= FOLDERS:
+        raise pytest.UsageError(f"no tests were collected in {', '.join(sorted(FOLDERS - found))}")
+
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:

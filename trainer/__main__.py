@@ -72,7 +72,7 @@ def _failure(rank: int, error: BaseException, run: object) -> Outcome:
         step=getattr(state, "step", None),
         epoch=getattr(state, "epoch", None),
         kind=kind,
-        message=str(error) or type(error).__name__,
+        message=_message(error),
         where=_where(error),
     )
 
@@ -95,6 +95,12 @@ def _classify(error: BaseException) -> tuple[str, int]:
     if from_peer and os.environ.get("WORLD_SIZE", "1") != "1":
         return "peer", EXIT_TRAINING
     return type(error).__name__, EXIT_TRAINING
+
+
+def _message(error: BaseException) -> str:
+    """The error's text; of one that a loader worker passed on, with its stack, the line that says what it was."""
+    text = str(error).strip()
+    return (text.splitlines()[-1] if "\nOriginal Traceback" in text else text) or type(error).__name__
 
 
 def _where(error: BaseException) -> str | None:

@@ -183,7 +183,10 @@ def _build_accelerator(device: str, precision: str) -> Accelerator:
         # Accelerate 1.15 would silently train in fp32: it switches fp16 on for accelerators only.
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu")
-        warnings.warn("fp16 on a CPU is slow and for testing; use mixed_precision: bf16 or no", stacklevel=2)
+        warnings.warn(
+            "fp16 on a CPU is for testing: convolutions are some hundred times slower; use mixed_precision: bf16 or no",
+            stacklevel=2,
+        )
     return accelerator
 
 

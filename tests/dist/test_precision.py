@@ -8,7 +8,7 @@ import torch
 
 from tests.dist.harness import finished, run, tiny_config
 
-WARNING = "fp16 on a CPU is slow and for testing"
+WARNING = "fp16 on a CPU is for testing"
 COSINE = [0.976, 0.905, 0.794, 0.655, 0.500, 0.345, 0.206, 0.095, 0.024, 0.000]
 
 

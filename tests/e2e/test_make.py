@@ -14,6 +14,7 @@ import pytest
 from launch import environment
 
 ROOT = Path(__file__).resolve().parents[2]
+OURS = ("configs", "launch", "trainer", "tests", "benchmarks")
 TARGETS = {
     *("help", "setup", "train-single", "train-multigpu", "resume", "eval", "plan", "tensorboard", "smoke"),
     *("test", "test-gpu", "lint", "check", "bench", "bench-gpu", "clean"),
@@ -162,7 +163,7 @@ def test_each_target_runs_its_command(run: Callable[..., list[list[str]]]) -> No
     assert run("test-gpu") == [["-m", "pytest", "-m", "gpu", "-rs"]]
     assert run("bench", "WHAT=tutorial") == [["-m", "benchmarks", "tutorial"]]
     assert run("bench-gpu") == [["-m", "benchmarks", "gpu"]]
-    lint = [["-m", "ruff", "check"], ["-m", "ruff", "format", "--check"], ["-m", "mypy"]]
+    lint = [["-m", "ruff", "check", *OURS], ["-m", "ruff", "format", "--check", *OURS], ["-m", "mypy"]]
     assert run("lint") == lint
     assert run("check") == [*lint, ["-m", "pytest"]]
 

@@ -116,7 +116,8 @@ def test_accelerate_runs_one_process_in_the_precision_asked_for(here: Place) -> 
     result = result_of(here, "x")
     assert (result["precision"], result["world_size"], result["step"]) == ("fp16", 1, 16)
     assert [line for line in command.lines if "warning" in line.lower()] == [
-        "warning: fp16 on a CPU is slow and for testing; use mixed_precision: bf16 or no"
+        "warning: fp16 on a CPU is for testing: convolutions are some hundred times slower; "
+        "use mixed_precision: bf16 or no"
     ]
 
 

@@ -91,9 +91,13 @@ def test_float64_is_computed_in_float64() -> None:
     np.testing.assert_array_equal(found.numpy(), (images.numpy().astype(np.float64) / 255 - 0.5) / 0.25)
 
 
-def test_floating_images_are_taken_as_they_are() -> None:
+def test_floating_images_are_not_divided_by_255() -> None:
     images = torch.rand(2, 1, 4, 4)
-    assert torch.equal(preprocess().normalise(images), images)
+    before = images.clone()
+    plain = Preprocess(AugmentConfig(), 5, None, None, torch.float32, CPU)
+    assert torch.equal(plain.normalise(images), images)
+    assert torch.equal(preprocess().normalise(images), (images - 0.5) / 0.25)
+    assert torch.equal(images, before)
 
 
 def test_normalise_leaves_its_input_alone() -> None:

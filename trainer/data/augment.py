@@ -33,7 +33,7 @@ class Preprocess:
     """uint8 (or already floating) images of shape (B, C, H, W) to normalised floating ones.
 
     uint8 pixels become (x / 255 - mean) / std in the order of torchvision's ToTensor and Normalize, so the values are
-    the same bit for bit; floating images are taken as they are.
+    the same bit for bit; floating images are not divided by 255.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class Preprocess:
 
     def normalise(self, images: Tensor) -> Tensor:
         """What evaluation sees."""
-        if images.is_floating_point():
-            return images.to(self.dtype)
-        images = images.to(self.dtype).div_(255)
+        # A new tensor in either case: what follows is in place.
+        is_float = images.is_floating_point()
+        images = images.to(self.dtype, copy=True) if is_float else images.to(self.dtype).div_(255)
         if self.mean is not None and self.std is not None:
             images.sub_(self.mean).div_(self.std)
         return images
