@@ -75,6 +75,7 @@ def _check_facts(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None
         ("num_classes", "the number of classes"),
         ("num_train", "the number of training samples, and with it their order,"),
         ("global_batch_size", "global_batch_size, and with it the steps of an epoch,"),
+        ("drop_last", "drop_last, and with it the steps of an epoch,"),
         ("dtype", "dtype"),
         ("optimizer", "the optimizer"),
     ):

@@ -214,6 +214,7 @@ class Run:
             "num_train": len(data.train),
             "num_eval": len(data.evaluation),
             "global_batch_size": global_batch_size,
+            "drop_last": self.plan.config.drop_last,
             "dtype": self.plan.config.dtype,
             "optimizer": self.plan.config.optim.name,
             "world_size": context.world_size,

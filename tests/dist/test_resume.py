@@ -160,6 +160,7 @@ def folder_content(path: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        ({"drop_last": True, "global_batch_size": 8}, r"drop_last, and with it the steps of an epoch, changed: False -> True"),
         ({"model__args": {"hidden": [8]}}, r"layers.0.weight: [16, 64] in the checkpoint, [8, 64] in the model"),
         ({"model": {"name": "tests.dist.toys:Mortal"}}, r"layers.1.bias: the model has no such tensor"),
         ({"data__name": "tests.dist.toys:renamed_classes"}, r"the class list changed"),

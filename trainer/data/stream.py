@@ -2,6 +2,7 @@
 which hand over uint8; the rest runs on the device."""
 
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from itertools import tee
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from configs.errors import TrainingError
+from configs.run_dir import STOP_SIGNALS
 from trainer.data.datasets import MapStyle, as_image_tensor
 from trainer.data.order import RankBatch, key_of
 from trainer.parent import die_with_parent
@@ -51,6 +53,8 @@ def _collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def _start_worker(_worker_id: int) -> None:
     die_with_parent()
+    for name in STOP_SIGNALS:  # a scheduler signals every process; the rank stops, and its workers end with it
+        signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
 class StreamSource:
