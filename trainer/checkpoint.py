@@ -123,7 +123,8 @@ def _publish(aside: Path, final: Path, snapshot: Snapshot) -> None:
 
 def write_tensors(path: Path, tensors: Tensors) -> None:
     """A safetensors file that is on the disk when this returns. Raises EnvironmentProblem."""
-    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    # Clones: two names may share memory (a module used twice, a buffer that is a view), which safetensors refuses.
+    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
     _on_disk(path, lambda: save_file(plain, path))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from configs.errors import TrainingError
 from configs.schema import EvalConfig
 from trainer.data.augment import Preprocess
 from trainer.data.source import Source
@@ -41,6 +42,7 @@ class Evaluator:
     statistics are averaged over the ranks without touching theirs."""
 
     model: nn.Module
+    trained: nn.Module
     source: Source
     preprocess: Preprocess
     loss_sum: Callable[[Tensor, Tensor], Tensor]
@@ -51,6 +53,7 @@ class Evaluator:
     def evaluate(self, context: RunContext, weights: dict[str, Tensor]) -> EvalResult:
         """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks."""
         load_averaged(self.model, weights, context)
+        copy_other_buffers(self.trained, self.model, context)
         batches = self._batches()
         mine = self._share_of(context, len(batches))
         counts = torch.zeros(3, dtype=torch.int64, device=context.device)
@@ -63,7 +66,10 @@ class Evaluator:
                 counts += correct
         context.all_reduce_sum(losses)
         top1, top5, count = context.all_reduce_sum(counts).tolist()
-        assert count == len(self.source), f"evaluated {count} of {len(self.source)} samples"
+        if count != len(self.source):
+            raise TrainingError(
+                f"evaluated {count} of {len(self.source)} samples; the ranks do not see the same data set"
+            )
         loss = float(losses.cpu().double().sum()) / count
         return EvalResult(loss, top1 / count, top5 / count if self.num_classes > 5 else None, count)
 
@@ -99,6 +105,17 @@ def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunCont
         target.copy_(weights[name])
         if name not in parameters and context.world_size > 1:
             context.all_reduce_sum(target).div_(context.world_size)
+
+
+@torch.no_grad()
+def copy_other_buffers(trained: nn.Module, model: nn.Module, context: RunContext) -> None:
+    """Copy what is not averaged (counters, flags, buffers outside the state) into `model`: rank 0's, on all ranks."""
+    averaged = averaged_tensors(model)
+    values = {name: buffer.cpu() for name, buffer in trained.named_buffers() if name not in averaged}
+    of_rank_zero = context.gather_objects(values if context.is_rank_zero else None)[0] or {}
+    targets = dict(model.named_buffers())
+    for name, value in of_rank_zero.items():
+        targets[name].copy_(value)
 
 
 @contextlib.contextmanager

@@ -158,6 +158,7 @@ class Run:
         preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
         evaluator = Evaluator(
             model=copy.deepcopy(model).requires_grad_(False).eval(),
+            trained=model,
             source=eval_source,
             preprocess=preprocess,
             loss_sum=partial(LOSSES[config.loss.name], LossConfig()),

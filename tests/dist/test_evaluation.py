@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from configs.schema import AugmentConfig, EvalConfig, LossConfig
 from tests.dist import toys
+from tests.dist.toys import images
 from tests.dist.harness import finished, in_ranks, run, tiny_config
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import TensorSplit
@@ -32,7 +33,7 @@ def evaluator(
     source = ResidentSource(TensorSplit(images, torch.tensor(labels)), CPU)
     preprocess = Preprocess(AugmentConfig(), 0, None, None, torch.float32, CPU)
     config = EvalConfig(batch_size=batch, mode=mode)  # type: ignore[arg-type]
-    return Evaluator(model, source, preprocess, partial(cross_entropy_sum, LossConfig()), config, classes, False)
+    return Evaluator(model, model, source, preprocess, partial(cross_entropy_sum, LossConfig()), config, classes, False)
 
 
 def images_of(count: int) -> Tensor:
@@ -144,3 +145,11 @@ def test_checkpoint_that_is_not_there_is_told_with_those_that_are(tmp_path: Path
     refused = run(tmp_path, config, 2, mode="eval", checkpoint="5")
     assert refused.statuses == [2, 1]  # rank 0 knows; rank 1 knows that rank 0 failed
     assert "has no checkpoint '5'; it has step_00000008" in (refused.outcome().message or "")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_buffers_that_are_no_averages_are_those_of_the_trained_network(tmp_path: Path, world_size: int) -> None:
+    config = tiny_config(model={"name": "tests.dist.toys:SwitchedOn"}, max_epochs=1)
+    trained = finished(tmp_path, config, world_size)
+    ones = int((images(False).labels == 1).sum())
+    assert trained.result()["metrics"]["eval/top1"] == ones / 23

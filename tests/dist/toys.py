@@ -279,3 +279,25 @@ class WithTiedWeights(_Mortal):
     def logits(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.second(self.first(images.flatten(1)).relu()).relu())
         return logits
+
+
+class SwitchedOn(_Mortal):
+    """Answers class 1 as soon as it was trained at all: an integer buffer and one outside the state say so. One module
+    with buffers has two names."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.norm = self.again = nn.BatchNorm1d(64)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool), persistent=False)
+
+    def logits(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+            self.ready.fill_(True)
+        on = float(self.seen > 0) * float(self.ready)
+        answer = torch.zeros(len(images), self.head.out_features)
+        answer[:, 1] = 1000 * on
+        logits: Tensor = self.head(self.again(images.flatten(1))) + answer
+        return logits
