@@ -2,33 +2,37 @@
 
 import time
 
+from trainer.evaluate import EvalResult
 from trainer.job import Job
 from trainer.optim import averaged_tensors
 
 
-def at_boundary(job: Job) -> None:
-    """Do what is due after the last update. Called by all ranks."""
+def at_boundary(job: Job) -> bool:
+    """Do what is due after the last update. Called by all ranks. Returns False if the run is to stop instead: then
+    nothing was done, and all of it is still due."""
     state, config = job.state, job.config
-    state.boundary_pending = False
     was_applied = state.skipped_in_a_row == 0
     ends_epoch = state.batch_in_epoch == job.order.batches_per_epoch
     ends = job.is_at_end()
 
-    def due(every_steps: int | None) -> bool:
-        return every_steps is not None and was_applied and state.step % every_steps == 0
+    def due(every_steps: int | None, every_epochs: int | None = None) -> bool:
+        by_step = every_steps is not None and was_applied and state.step % every_steps == 0
+        return by_step or (ends_epoch and every_epochs is not None and (state.epoch + 1) % every_epochs == 0)
 
+    evaluates = ends or due(config.eval.every_steps, config.eval.every_epochs)
+    saves = ends or job.agreed.save or due(config.checkpoint.every_steps, config.checkpoint.every_epochs)
+    if evaluates and not evaluate(job):
+        return False
+    state.boundary_pending = False
     if due(config.log.every_steps) or ends:
         log_point(job)
     if ends_epoch:
         end_epoch(job)
-    by_epoch = ends_epoch and config.eval.every_epochs is not None and state.epoch % config.eval.every_epochs == 0
-    is_best = evaluate_now(job) if ends or by_epoch or due(config.eval.every_steps) else False
-    by_epoch = (
-        ends_epoch and config.checkpoint.every_epochs is not None and state.epoch % config.checkpoint.every_epochs == 0
-    )
-    if ends or by_epoch or is_best or job.agreed.save or due(config.checkpoint.every_steps):
+    is_best = log_evaluation(job) if evaluates else False
+    if saves or is_best:
         job.save(job, is_best)
         job.clock.last_save = time.monotonic()
+    return True
 
 
 def end_epoch(job: Job) -> None:
@@ -71,10 +75,25 @@ def log_point(job: Job) -> None:
     clock.busy_s, clock.data_wait_s, clock.samples = 0.0, 0.0, 0
 
 
-def evaluate_now(job: Job) -> bool:
-    """Evaluate, show and log. Returns whether this is the best so far."""
+def evaluate(job: Job) -> bool:
+    """Evaluate the weights and, where there is one, their EMA: the one that is judged comes last.
+
+    Returns False if a stop was agreed on in the middle.
+    """
+    weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
+    results: dict[str, EvalResult] = {}
+    for prefix, tensors in weights.items():
+        result = job.evaluator.evaluate(job.context, tensors, job.stop)
+        if result is None:
+            return False
+        results[prefix] = result
+    job.evaluations = results
+    return True
+
+
+def log_evaluation(job: Job) -> bool:
+    """Show and log the evaluation. Returns whether this is the best so far."""
     state = job.state
-    evaluate(job)
     metrics: dict[str, float] = {}
     for prefix, result in job.evaluations.items():
         metrics |= result.metrics(prefix)
@@ -85,10 +104,3 @@ def evaluate_now(job: Job) -> bool:
         return False
     state.best_top1, state.best_step = judged, state.step
     return True
-
-
-def evaluate(job: Job) -> None:
-    """Evaluate the weights and, where there is one, their EMA: the one that is judged comes last."""
-    job.evaluations = {"": job.evaluator.evaluate(job.context, averaged_tensors(job.model))}
-    if job.ema is not None:
-        job.evaluations["ema_"] = job.evaluator.evaluate(job.context, job.ema.tensors)

@@ -13,6 +13,7 @@ from trainer.data.augment import Preprocess
 from trainer.data.source import Source
 from trainer.optim import averaged_tensors
 from trainer.runtime import RunContext
+from trainer.stop import StopFlag
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,13 @@ class Evaluator:
     num_classes: int
     channels_last: bool
 
-    def evaluate(self, context: RunContext, weights: dict[str, Tensor]) -> EvalResult:
-        """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks."""
+    def evaluate(
+        self, context: RunContext, weights: dict[str, Tensor], stop: StopFlag | None = None
+    ) -> EvalResult | None:
+        """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks.
+
+        With `stop` the ranks agree between batches whether to go on; None is returned if not.
+        """
         load_averaged(self.model, weights, context)
         copy_other_buffers(self.trained, self.model, context)
         batches = self._batches()
@@ -60,10 +66,14 @@ class Evaluator:
         # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
         # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
+        loaded = self.source.evaluation([batches[i] for i in mine])
         with torch.inference_mode():
-            for index, (images, labels) in zip(mine, self.source.evaluation([batches[i] for i in mine]), strict=True):
-                losses[index], correct = self._score(context, images, labels)
-                counts += correct
+            for turn in range(self._num_turns(context, len(batches))):
+                if turn < len(mine):
+                    losses[mine[turn]], correct = self._score(context, *next(loaded))
+                    counts += correct
+                if stop is not None and context.any_rank(stop.is_set):
+                    return None
         context.all_reduce_sum(losses)
         top1, top5, count = context.all_reduce_sum(counts).tolist()
         if count != len(self.source):
@@ -72,6 +82,10 @@ class Evaluator:
             )
         loss = float(losses.cpu().double().sum()) / count
         return EvalResult(loss, top1 / count, top5 / count if self.num_classes > 5 else None, count)
+
+    def _num_turns(self, context: RunContext, num_batches: int) -> int:
+        """Batches of the rank that has the most: all ranks take as many turns."""
+        return num_batches if self.config.mode == "rank0" else -(-num_batches // context.world_size)
 
     def _batches(self) -> list[range]:
         size, total = self.config.batch_size, len(self.source)

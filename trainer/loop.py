@@ -25,8 +25,8 @@ Pieces = list[tuple[Tensor, Tensor]]
 def train(job: Job) -> bool:
     """Train to the end, or to a stop that all ranks agreed on. Returns whether the run is finished."""
     state = job.state
-    if state.boundary_pending:
-        at_boundary(job)
+    if state.boundary_pending and not at_boundary(job):
+        return stop_here(job)
     if job.context.world_size > 1 and not job.is_finished():
         settle_buckets(job)
     job.module.train()
@@ -35,12 +35,17 @@ def train(job: Job) -> bool:
         take_step(job, batches)
         if job.pending is not None:
             continue
-        if job.agreed.stop and not job.is_at_end():
-            state.boundary_pending = True
-            job.save(job, False)
-            return False
-        at_boundary(job)
+        stops = job.agreed.stop and not job.is_at_end()
+        if stops or not at_boundary(job):
+            return stop_here(job)
     return True
+
+
+def stop_here(job: Job) -> bool:
+    """Save with all that is due after the last update still to be done; the run is not finished."""
+    job.state.boundary_pending = True
+    job.save(job, False)
+    return False
 
 
 def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:

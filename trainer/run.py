@@ -90,8 +90,9 @@ class Run:
         seen, began = job.state.samples_seen, time.monotonic()
         if not train(job):
             return False, None
-        if not job.evaluations:  # an earlier attempt was killed between its last checkpoint and its result
-            evaluate(job)
+        # An earlier attempt may have been killed between its last checkpoint and its result.
+        if not job.evaluations and not evaluate(job):
+            return False, None
         job.console.close()
         rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
         result = summary.result_of(job, self.plan, rate)
@@ -121,6 +122,7 @@ class Run:
         metrics: dict[str, float] = {}
         for prefix, tensors in weights.items():
             result = job.evaluator.evaluate(context, tensors)
+            assert result is not None, "nothing stops it"
             metrics |= result.metrics(prefix)
             job.console.line(result.describe("EMA" if prefix else ""))
         if context.is_rank_zero:

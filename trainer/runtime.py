@@ -106,6 +106,10 @@ class RunContext:
             dist.all_reduce(tensor)
         return tensor
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether `flag` is set on any rank. Through gloo and host memory: a GPU is not waited for."""
+        return bool(self.all_reduce_sum(torch.tensor(int(flag)))) if self.world_size > 1 else flag
+
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's `value`, by rank."""
         if self.world_size == 1:

@@ -52,10 +52,11 @@ def test_signal_to_one_rank_stops_all_after_the_same_step(tmp_path: Path, world_
     stopped_at(run(tmp_path, config, world_size, environment), 5)
 
 
-def test_signal_in_the_last_step_finishes_the_run(tmp_path: Path) -> None:
-    attempt = run(tmp_path, tiny_config(**CHANGES), 2, {"STOP_AT": "15", "STOP_RANK": "1"})
-    assert [outcome and outcome.status for outcome in attempt.outcomes] == ["done", "done"]
-    assert attempt.result()["step"] == 16
+def test_signal_in_the_last_step_leaves_the_last_evaluation_for_later(tmp_path: Path) -> None:
+    whole = finished(tmp_path / "whole", tiny_config(**CHANGES), 2)
+    stopped = run(tmp_path / "cut", tiny_config(**CHANGES), 2, {"STOP_AT": "15", "STOP_RANK": "1"})
+    assert {(outcome.status, outcome.step) for outcome in stopped.outcomes if outcome} == {("stopped", 16)}
+    assert_same_ending(finished(tmp_path / "cut", tiny_config(**CHANGES), 2), whole)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -74,3 +75,17 @@ def test_what_a_stop_put_off_is_logged_once_even_if_it_is_done_twice(tmp_path: P
     resumed = finished(tmp_path / "cut", config)
     assert resumed.lines() == whole.lines()
     assert all(torch.equal(tensor, resumed.export()[name]) for name, tensor in whole.export().items())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_stop_in_an_evaluation_saves_the_epoch_and_does_it_all_later(tmp_path: Path, world_size: int) -> None:
+    config = tiny_config(model={"name": "tests.dist.toys:StopsInEvaluation"}, log__every_steps=2)
+    whole = finished(tmp_path / "whole", config, world_size)
+    for step in (8, 16):  # in the evaluation of the first epoch, then in the last one
+        stopped = run(tmp_path / "cut", config, world_size, {"STOP_EVAL": str(world_size - 1)})
+        ended = {(outcome.status, outcome.step) for outcome in stopped.outcomes if outcome}
+        assert ended == {("stopped", step)}
+        if step == 8:
+            environment = {"DIE_AT": "0", "DIE_RANK": str(world_size - 1)}
+            assert run(tmp_path / "cut", config, world_size, environment).statuses[-1] == -9
+    assert_same_ending(finished(tmp_path / "cut", config, world_size), whole)

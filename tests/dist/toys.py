@@ -301,3 +301,18 @@ class SwitchedOn(_Mortal):
         answer[:, 1] = 1000 * on
         logits: Tensor = self.head(self.again(images.flatten(1))) + answer
         return logits
+
+
+class StopsInEvaluation(_Mortal):
+    """Asks its rank to stop in the first evaluation of the run that has STOP_EVAL in its environment."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        # More than one image: the pass that settles DDP's buckets has one.
+        if not self.training and len(images) > 1 and os.environ.get("STOP_EVAL") == os.environ.get("RANK", "0"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
