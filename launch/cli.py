@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Never
 
 import typer
 
-from configs.errors import EnvironmentProblem, LockstepError
+from configs.errors import ConfigError, EnvironmentProblem, LockstepError
 from launch.follow import say
 from launch.options import Options
 
@@ -132,6 +132,7 @@ def main() -> Never:
     """Map every ending to its exit code; what is the user's to fix is one line a problem, without a traceback."""
     from launch import signals
 
+    _open_missing_streams()
     signals.raise_on_stop()
     try:
         app(prog_name="lockstep" if Path(sys.argv[0]).name == "lockstep" else "python -m launch")
@@ -146,11 +147,24 @@ def main() -> Never:
         sys.exit(signals.exit_code_of(stop.name))
     except BrokenPipeError:
         os._exit(0)
+    except OverflowError as error:
+        say(f"{ConfigError.kind}: a number among the settings is too large: {error}", to_stderr=True)
+        sys.exit(ConfigError.exit_code)
     except OSError as error:  # the launcher's own files: no space, no permission, not there
         place = f"{error.filename}: " if error.filename else ""
         say(f"{EnvironmentProblem.kind}: {place}{error.strerror or error}", to_stderr=True)
         sys.exit(EnvironmentProblem.exit_code)
     sys.exit(0)
+
+
+def _open_missing_streams() -> None:
+    """A closed stdout (`>&-`) becomes /dev/null, before another file gets its number; odd characters are escaped."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            assert os.open(os.devnull, os.O_RDWR) == number
+            setattr(sys, name, os.fdopen(number, "w" if number else "r"))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # text streams both
 
 
 def _exit(code: int) -> Never:

@@ -1,6 +1,7 @@
 """The command line as typed, and the checks of it that need neither the config nor the machine."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ class Options:
         """What to type to go on: a make target in the project's own folder, else the command itself."""
         if self.cwd == ROOT and self.runs == Path("runs"):
             return f"make resume RUN={name}" + (f' ARGS="{arguments}"' if arguments else "")
-        folder = "" if self.runs == Path("runs") else f" --runs-dir {self.runs}"
+        folder = "" if self.runs == Path("runs") else f" --runs-dir {shlex.quote(str(self.runs))}"
         return f"python -m launch resume {name}{folder}" + (f" {arguments}" if arguments else "")
 
 

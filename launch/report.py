@@ -56,6 +56,9 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     # Not every victim's error is known to be one: what failed after a rank had died failed because of that.
     if first and first.time <= min(ending.died.values(), default=float("inf")):
         return _failed(plan, first, pids, _others(ended, first.rank), hint)
+    if plan.worker.launcher != "direct" and ending.child_code < 0 and ending.killed is None:
+        line = f"FAILED: {plan.worker.launcher} was {signal_words(ending.child_code)}; its ranks ended with it"
+        return Verdict(EXIT_TRAINING, [line, f"log: {shown(attempt.agent_log, plan.cwd)}", *hint])
     if ending.died:
         return _died(plan, ending, pids, ended, hint)
     if ending.killed in ("grace", "second Ctrl-C", "nothing to save") and len(ended) < len(outcomes):

@@ -32,7 +32,7 @@ class NameRequest:
 def choose_name(runs: Path, request: NameRequest) -> str:
     """The name a run would get now. Reads only; `claim_name` makes it so."""
     if request.name is None:
-        stem = re.sub(r"[^A-Za-z0-9._-]", "-", request.stem).lstrip("._-") or "run"
+        stem = re.sub(r"[^A-Za-z0-9._-]", "-", request.stem).lstrip("._-")[:80] or "run"
         return f"{stem}-{_highest(runs, _numbered(stem, digits=3)) + 1:03d}"
     name = checked_run_name(request.name)
     if not request.fresh or not (runs / name).exists():
@@ -113,7 +113,7 @@ def check_settings(run: RunDir, config: RunConfig, *, allow_changes: bool) -> li
     from configs.loader import differences, load_config
 
     changed = differences(load_config(run.config).config, config)
-    if changed and not allow_changes:
+    if changed and not allow_changes and newest_step(run) is not None:  # without a checkpoint nothing is at stake
         raise ConfigError(
             "\n  ".join([f"run {run.name!r} was started with other settings:", *changed])
             + "\nuse --allow-changes to go on with the new ones, or --fresh to start anew beside it"
@@ -147,8 +147,10 @@ def make_attempt(run: RunDir, *, prefix: str = "", node_rank: int = 0) -> Attemp
         attempt = run.attempt(next_label(run, prefix=prefix, node_rank=node_rank))
         try:
             attempt.logs.mkdir(parents=True)
-        except FileExistsError:
-            continue
+        except FileExistsError as error:
+            if attempt.path.exists():
+                continue
+            raise EnvironmentProblem(f"cannot make {attempt.path}: what is there is no folder") from error
         return attempt
 
 

@@ -18,7 +18,7 @@ def render_runs(runs: Path) -> str:
     folders = [RunDir(path) for path in paths if path.is_dir()]
     if not folders:
         return f"no runs in {runs}"
-    rows = [_row(run) for run in sorted(folders, key=lambda run: (run.path.stat().st_mtime, run.name))]
+    rows = [_row_or_junk(run) for run in sorted(folders, key=lambda run: (run.path.stat().st_mtime, run.name))]
     table = [COLUMNS, *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     cells = [[f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)] for row in table]
@@ -29,6 +29,13 @@ def describe_result(result: Mapping[str, Any]) -> str:
     """`step 1175, top-1 99.45 %, 91.2 s`, as far as the result says."""
     parts = (("step ", _step(result)), ("top-1 ", _top1(result)), ("", _wall_time(result)))
     return ", ".join(f"{label}{text}" for label, text in parts if text) or "no result was recorded"
+
+
+def _row_or_junk(run: RunDir) -> tuple[str, ...]:
+    try:
+        return _row(run)
+    except Exception:  # whatever lies there, the other runs are to be seen
+        return run.name, "unreadable", "", "", ""
 
 
 def _row(run: RunDir) -> tuple[str, ...]:

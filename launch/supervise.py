@@ -82,6 +82,7 @@ class _Watch:
         self._saves = plan.worker.mode == "train"
         self._root = find_process(child.pid)
         self._ranks: dict[int, Process | None] = {}
+        self._asked = False
         self._told: set[int] = set()
         self._died: dict[int, float] = {}
         self._kill_at = float("inf")
@@ -125,8 +126,10 @@ class _Watch:
         name = self._signals.name
         if name is None:
             return
-        if not self._attempt.stop_request.exists():
-            write_atomically(self._attempt.stop_request, json.dumps({"signal": name}))
+        if not self._asked:
+            self._asked = True
+            with contextlib.suppress(OSError):  # a full disk; the signals reach all ranks but those still starting
+                write_atomically(self._attempt.stop_request, json.dumps({"signal": name}))
             if self._saves:
                 self._kill_after(self._grace_s, "grace")
             else:

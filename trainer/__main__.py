@@ -1,6 +1,7 @@
 """Entry of one rank: `python -m trainer ATTEMPT_DIR`. First its own log,
 then the signals, then torch; errors become an outcome file."""
 
+import contextlib
 import errno
 import gc
 import os
@@ -23,7 +24,15 @@ _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, err
 
 def main(attempt: AttemptDir) -> int:
     """Run one rank; returns its exit code. Whatever happens is told in the outcome file."""
-    rank = int(os.environ.get("RANK", "0"))
+    try:
+        return _run(attempt, int(os.environ.get("RANK", "0")))
+    except OSError as error:  # a full disk: not even the log or the outcome can be written
+        with contextlib.suppress(OSError):
+            print(f"{EnvironmentProblem.kind}: {error}", file=sys.stderr, flush=True)
+        return EXIT_ENVIRONMENT
+
+
+def _run(attempt: AttemptDir, rank: int) -> int:
     gc.disable()  # importing torch makes half a million objects; looking through them again and again takes 0.4 s
     die_with_parent()
     _redirect(attempt.rank_log(rank))
@@ -53,11 +62,9 @@ def main(attempt: AttemptDir) -> int:
         outcome = _failure(rank, error, run)
         # Rank 0's log is the screen, where the launcher tells what is known as the last thing.
         if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind == "peer"):
-            traceback.print_exc()
-    try:
-        outcome.save(attempt.outcome(rank))
-    except OSError as error:  # a full disk: the launcher goes by the exit code and the log
-        print(f"{outcome.kind}: {outcome.message} (and its outcome cannot be written: {error})", flush=True)
+            with contextlib.suppress(OSError):
+                traceback.print_exc()
+    outcome.save(attempt.outcome(rank))
     return outcome.exit_code
 
 
@@ -118,7 +125,8 @@ def _redirect(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a text stream unless someone replaced it
+    sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # a text stream unless someone replaced it
 
 
 def _plain_warning(

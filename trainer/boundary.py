@@ -1,5 +1,6 @@
 """What is due after an update: log, end of epoch, evaluation, checkpoint; each goes by step or by epoch."""
 
+import math
 import time
 
 from trainer.evaluate import EvalResult
@@ -98,6 +99,8 @@ def log_evaluation(job: Job) -> bool:
     for prefix, result in job.evaluations.items():
         metrics |= result.metrics(prefix)
         job.console.line(f"step {state.step}  {result.describe('EMA' if prefix else '')}")
+        if not math.isfinite(result.loss):
+            job.console.line("warning: the evaluation's loss is not finite; look at the test split and the network")
     job.tracker.log(state.step, metrics)
     judged = list(job.evaluations.values())[-1].top1
     if judged <= state.best_top1:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from configs.errors import TrainingError
+from configs.errors import ConfigError, TrainingError
 from trainer.agreement import Agreed, HostCopy, agreed_from, signal_values
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
@@ -211,6 +211,12 @@ def settle_buckets(job: Job) -> None:
     with evaluation_mode(job.module), job.context.autocast(), _eagerly(job):
         logits, signals = job.module(images)
     (logits.float().sum() * 0 + signals.sum() * 0).backward()
+    unused = [name for name, p in job.model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise ConfigError(
+            f"{', '.join(unused[:5])} took no part in the network's answer, and several processes need all to; "
+            "remove them or set requires_grad to False"
+        )
     for parameter in job.parameters:
         parameter.grad = None
 

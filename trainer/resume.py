@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from configs.errors import CheckpointError, ConfigError
+from configs.errors import CheckpointError, ConfigError, EnvironmentProblem
 from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.checkpoint import Loaded, Snapshot
@@ -66,7 +66,7 @@ def restore(job: Job, loaded: Loaded, path: Path, facts: dict[str, Any]) -> None
     job.state = TrainState(**loaded.state["train_state"])
     job.wall_s_before = loaded.state["wall_s"]
     if loaded.state["grad_norm"] is not None:
-        job.grad_norm = torch.tensor(loaded.state["grad_norm"])
+        job.grad_norm = torch.tensor(loaded.state["grad_norm"], dtype=torch.float64)
 
 
 def _check_facts(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
@@ -125,6 +125,8 @@ def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:
     def choose() -> str | None:
         if not context.is_rank_zero:
             return None
+        if (folder.is_symlink() or folder.exists()) and not folder.is_dir():
+            raise EnvironmentProblem(f"{folder} is no folder; if it is a link, its disk may not be mounted")
         checkpoint.recover(folder)
         damaged: dict[Path, str] = {}
         newest = checkpoint.newest_valid(folder, damaged.__setitem__)

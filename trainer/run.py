@@ -18,7 +18,7 @@ from configs.contract import WorkerPlan, write_atomically
 from configs.derive import plan_batches
 from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
-from configs.schema import LossConfig, RunConfig
+from configs.schema import LossConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
@@ -135,16 +135,17 @@ class Run:
         """Everything from the data to the job, nothing restored.
         Returns (job, facts for its checkpoints, plan screen)."""
         config, device = self.plan.config, context.device
-        check_same_settings(context, config)
+        check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
         batch = plan_batches(config, context.world_size)
         data = context.together(lambda: load_data(config.data))
         shape = image_shape(data)
+        sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
+        check_same(context, sizes, "the ranks see different data sets")
         model = context.together(lambda: self._model(context, data, shape))
-        splits: tuple[MapStyle, MapStyle] = (data.train, data.evaluation)
+        splits: tuple[MapStyle, ...] = (data.train, data.evaluation)
+        seed, classes = config.seed, data.num_classes
         if config.data.residency == "device":
-            splits = context.together(
-                lambda: (materialise(data.train, config.seed), materialise(data.evaluation, config.seed))
-            )
+            splits = context.together(lambda: tuple(materialise(split, seed, classes) for split in splits))
         residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
         order = Order(
             num_samples=len(data.train),
@@ -156,7 +157,9 @@ class Run:
             max_micro_batch=batch.max_micro_batch,
             device=device if residency == "device" else torch.device("cpu"),
         )
-        source, eval_source = (build_source(split, residency, config.data, config.seed, device) for split in splits)
+        source, eval_source = (
+            build_source(split, residency, config.data, config.seed, data.num_classes, device) for split in splits
+        )
         preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
         evaluator = Evaluator(
             model=copy.deepcopy(model).requires_grad_(False).eval(),
@@ -238,14 +241,14 @@ class Run:
         return path
 
 
-def check_same_settings(context: RunContext, config: RunConfig) -> None:
-    """Raise ConfigError on all ranks if a node was started with other settings than rank 0's."""
-    everyones = context.gather_objects(config.model_dump(mode="json"))
+def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:
+    """Raise ConfigError on all ranks, saying `what`, if theirs differ from rank 0's."""
+    everyones = context.gather_objects(mine)
     for rank, theirs in enumerate(everyones):
         changed = [key for key in theirs if theirs[key] != everyones[0][key]]
         if changed:
             values = ", ".join(f"{key}: {everyones[0][key]} on rank 0, {theirs[key]} on rank {rank}" for key in changed)
-            raise ConfigError(f"the nodes were started with different settings: {values}; use the same on all")
+            raise ConfigError(f"{what}: {values}; they must be the same on all")
 
 
 def prepare(context: RunContext, model: nn.Module, *, compile_it: bool) -> tuple[nn.Module, nn.Parameter | None]:

@@ -17,6 +17,7 @@ from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
 from trainer.job import Job
+from trainer.tracking import as_json
 
 GitAnswer = Callable[[], str | None]
 
@@ -99,7 +100,7 @@ def ask_git() -> GitAnswer:
 
 def report_result(job: Job, run_dir: RunDir, result: dict[str, Any]) -> None:
     """Write result.json and the HParams, show the last table. On rank 0 only."""
-    write_atomically(run_dir.result, json.dumps(result, indent=1))
+    write_atomically(run_dir.result, json.dumps(result | {"metrics": as_json(result["metrics"])}, indent=1))
     hparams = _flat(job.config.model_dump(mode="json")) | {"world_size": job.context.world_size}
     job.tracker.log_hparams(hparams, result["metrics"])
     rows = [

@@ -1,12 +1,18 @@
 """TensorBoard and metrics.jsonl, written by rank 0; on the other ranks nothing happens."""
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import IO, Any
 
 from configs.contract import write_atomically
 from configs.run_dir import RunDir
+
+
+def as_json(metrics: dict[str, float]) -> dict[str, float | None]:
+    """JSON has neither NaN nor infinity: null."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 class Tracker:
@@ -24,7 +30,7 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One point: the value of each metric after `step` completed updates."""
-        self._lines.write(json.dumps({"step": step} | metrics) + "\n")
+        self._lines.write(json.dumps({"step": step} | as_json(metrics)) + "\n")
         self._lines.flush()
         for name, value in metrics.items():
             self._events().add_scalar(name, value, step)
@@ -65,7 +71,7 @@ class Tracker:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")

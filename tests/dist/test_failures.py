@@ -11,7 +11,7 @@ import torch
 from configs.contract import Outcome
 from configs.errors import ConfigError
 from tests.dist.harness import exit_statuses, in_ranks, run, start, tiny_config
-from trainer.run import check_same_settings
+from trainer.run import check_same
 from trainer.runtime import RunContext
 
 
@@ -114,7 +114,7 @@ def test_missed_expectation_fails_the_run_which_is_saved_all_the_same(tmp_path: 
 def test_ranks_with_different_settings_are_refused_on_all(tmp_path: Path) -> None:
     def function(context: RunContext) -> str:
         try:
-            check_same_settings(context, tiny_config(seed=context.rank))
+            check_same(context, {"seed": context.rank, "lr": 0.1}, "different settings")
         except ConfigError as error:
             return str(error)
         return "nothing"
@@ -122,3 +122,18 @@ def test_ranks_with_different_settings_are_refused_on_all(tmp_path: Path) -> Non
     told = in_ranks(tmp_path, 2, function)
     assert told == [told[0]] * 2
     assert "seed: 0 on rank 0, 1 on rank 1" in told[0]
+
+
+def test_unused_parameters_are_named_where_ddp_needs_them(tmp_path: Path) -> None:
+    attempt = run(tmp_path, tiny_config(model={"name": "tests.dist.toys:WithUnused"}), 2)
+    assert attempt.statuses == [2, 2]
+    assert "idle.weight, idle.bias took no part" in (attempt.outcome().message or "")
+
+
+def test_a_checkpoint_folder_that_is_a_link_to_nowhere_loses_no_history(tmp_path: Path) -> None:
+    tmp_path.joinpath("metrics.jsonl").write_text('{"step": 8}\n')
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "not mounted")
+    attempt = run(tmp_path, tiny_config())
+    assert attempt.statuses == [3]
+    assert "is no folder" in (attempt.outcome().message or "")
+    assert tmp_path.joinpath("metrics.jsonl").read_text() == '{"step": 8}\n'

@@ -37,7 +37,7 @@ def table(workers: int, seed: int = 3, first: int = 0) -> Callable[[RunContext],
 
     def function(context: RunContext) -> Table:
         order = Order(16, seed, 5, False, context.rank, context.world_size, 2, CPU)
-        source = StreamSource(Draws(), seed, workers, CPU)
+        source = StreamSource(Draws(), seed, 1000, workers, CPU)
         found: Table = {}
         batches = source.training(order.batches(0, first))
         for batch, pieces in itertools.islice(batches, 8 - first):
@@ -92,6 +92,6 @@ class Growing:
 
 
 def test_images_of_different_shapes_are_told() -> None:
-    source = StreamSource(Growing(), 0, 0, CPU)
+    source = StreamSource(Growing(), 0, 1000, 0, CPU)
     with pytest.raises(TrainingError, match="different shapes"):
         next(source.evaluation([range(4)]))

@@ -1,6 +1,8 @@
 """What is refused before anything starts, and what only plans: one clear line each, no folder, no process."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -57,3 +59,11 @@ def test_plan_with_a_probe_knows_the_network(here: Place) -> None:
     assert "8 per epoch x 2 epochs = 16" in plan.output
     assert not (here.folder / "runs").exists()
     assert list(here.temporary.iterdir()) == []
+
+
+def test_closed_streams_and_a_narrow_encoding_stop_nothing(here: Place) -> None:
+    command = [sys.executable, "-m", "launch", "plan", "tiny.yaml"]
+    environment = here.environment() | {"PYTHONIOENCODING": "ascii"}
+    script = 'exec "$@" <&- >&- 2>&-'
+    closed = subprocess.run(["sh", "-c", script, "sh", *command], cwd=here.folder, env=environment, timeout=120)
+    assert closed.returncode == 0

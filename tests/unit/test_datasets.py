@@ -8,10 +8,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from configs.errors import ConfigError, EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem, TrainingError
 from configs.schema import DataConfig
 from trainer.data.datasets import TensorSplit, as_image_tensor, load_callable, load_data
 from trainer.data.source import build_source, choose_residency, materialise
+from trainer.data.stream import class_of
 
 CPU = torch.device("cpu")
 
@@ -119,12 +120,12 @@ def test_missing_module_is_told_but_a_missing_import_inside_it_is_not_hidden(
 
 
 def test_materialised_split_holds_every_sample_once() -> None:
-    split = materialise(Listed([byte_image(i) for i in range(5)]), 0)
+    split = materialise(Listed([byte_image(i) for i in range(5)]), 0, 10)
     assert split.images[:, 0, 0, 0].tolist() == [0, 1, 2, 3, 4]
     assert split.labels.tolist() == [0, 1, 0, 1, 0]
     assert split.labels.dtype == torch.int64
     assert split.num_bytes == 5 * 6 + 5 * 8
-    assert materialise(split, 0) is split
+    assert materialise(split, 0, 10) is split
 
 
 @pytest.mark.parametrize(
@@ -134,7 +135,7 @@ def test_materialised_split_holds_every_sample_once() -> None:
 )
 def test_images_that_do_not_fit_one_array_are_told_with_the_first(odd: Tensor) -> None:
     with pytest.raises(ConfigError, match=r"sample 2 is torch\.\w+ .* use data.residency: stream"):
-        materialise(Listed([byte_image(0), byte_image(1), odd, odd]), 0)
+        materialise(Listed([byte_image(0), byte_image(1), odd, odd]), 0, 10)
 
 
 def tensors(size: int) -> TensorSplit:
@@ -173,8 +174,19 @@ def test_both_sources_give_the_same_evaluation_batches() -> None:
     batches = [range(0, 3), range(3, 4)]
     found = []
     for residency in ("device", "stream"):
-        source = build_source(split, residency, DataConfig(num_workers=0), 0, CPU)
+        source = build_source(split, residency, DataConfig(num_workers=0), 0, 10, CPU)
         assert len(source) == 4
         found.append([(images.tolist(), labels.tolist()) for images, labels in source.evaluation(batches)])
     assert found[0] == found[1]
     assert [labels for _, labels in found[0]] == [[0, 1, 0], [1]]
+
+
+@pytest.mark.parametrize("label", [-100, -1, 3, 1.5, float("nan"), "cat", None])
+def test_a_label_that_is_no_class_is_told_with_its_sample(label: object) -> None:
+    with pytest.raises(TrainingError, match=r"the label of sample 7 is .*, not a class from 0 to 2"):
+        class_of(label, 3, 7)
+
+
+@pytest.mark.parametrize("label", [2, 2.0, torch.tensor(2), np.int64(2)], ids=repr)
+def test_a_class_is_one_in_any_type(label: object) -> None:
+    assert class_of(label, 3, 0) == 2

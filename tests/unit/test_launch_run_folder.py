@@ -82,6 +82,8 @@ def test_the_lock_keeps_a_second_launch_out_and_names_the_first(tmp_path: Path) 
 def test_changed_settings_are_listed_and_need_leave(tmp_path: Path) -> None:
     run = started(tmp_path, "a")
     changed = RunConfig.model_validate({"max_epochs": 3, "global_batch_size": 8, "optim": {"lr": 0.2}})
+    assert len(run_folder.check_settings(run, changed, allow_changes=False)) == 2  # no checkpoint: nothing is at stake
+    (run.checkpoints / step_name(1)).mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"(?s)max_epochs: 2 -> 3.*lr: 0.1 -> 0.2.*--allow-changes"):
         run_folder.check_settings(run, changed, allow_changes=False)
     assert len(run_folder.check_settings(run, changed, allow_changes=True)) == 2
@@ -159,3 +161,15 @@ def test_the_table_of_runs_survives_junk(tmp_path: Path) -> None:
     assert rows["now-001"] == ["now-001", "running"]
     assert rows["empty"] == ["empty", "not", "started"]
     assert len(rows) == 5
+
+
+def test_a_link_to_nowhere_in_the_place_of_attempts_is_told(tmp_path: Path) -> None:
+    run = started(tmp_path, "a")
+    (run.path / "attempts").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(EnvironmentProblem, match=r"cannot make .*attempts"):
+        run_folder.make_attempt(run)
+
+
+def test_the_name_from_a_long_config_can_be_resumed(tmp_path: Path) -> None:
+    name = run_folder.choose_name(tmp_path, run_folder.NameRequest("x" * 120))
+    assert run_folder.checked_run_name(name) == name

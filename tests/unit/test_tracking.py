@@ -77,3 +77,10 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     tracker.flush()
     tracker.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_lines(run_dir: RunDir) -> None:
+    tracker = Tracker(run_dir, 0)
+    tracker.log(1, {"eval/loss": float("nan"), "train/loss": 1.0})
+    tracker.close()
+    assert run_dir.metrics.read_text() == '{"step": 1, "eval/loss": null, "train/loss": 1.0}\n'

@@ -45,14 +45,14 @@ def _left_in_cgroup() -> int:
     return sys.maxsize if limit.strip() == "max" else max(0, int(limit) - int(used))
 
 
-def materialise(split: MapStyle, seed: int) -> TensorSplit:
+def materialise(split: MapStyle, seed: int, num_classes: int) -> TensorSplit:
     """Read every sample once into one array, with the randomness of epoch 0 if it has any.
 
     Raises ConfigError if the images are not uint8 of one shape.
     """
     if isinstance(split, TensorSplit):
         return split
-    samples = KeyedSamples(split, seed)
+    samples = KeyedSamples(split, seed, num_classes)
     images, labels = zip(*(samples[0, index] for index in range(len(split))), strict=True)
     first = images[0]
     for index, image in enumerate(images):
@@ -65,7 +65,7 @@ def materialise(split: MapStyle, seed: int) -> TensorSplit:
 
 
 def choose_residency(
-    config: DataConfig, splits: tuple[MapStyle, MapStyle], device: torch.device, local_world_size: int
+    config: DataConfig, splits: tuple[MapStyle, ...], device: torch.device, local_world_size: int
 ) -> tuple[str, str]:
     """Returns ("device" or "stream", the reason with the bytes)."""
     size = sum(split.num_bytes for split in splits if isinstance(split, TensorSplit))
@@ -90,8 +90,10 @@ def choose_residency(
     return "device", f"{size:,} bytes on {place}"
 
 
-def build_source(split: MapStyle, residency: str, config: DataConfig, seed: int, device: torch.device) -> Source:
+def build_source(
+    split: MapStyle, residency: str, config: DataConfig, seed: int, num_classes: int, device: torch.device
+) -> Source:
     """The source of one split."""
     if residency == "device":
-        return ResidentSource(materialise(split, seed), device)
-    return StreamSource(split, seed, config.num_workers, device)
+        return ResidentSource(materialise(split, seed, num_classes), device)
+    return StreamSource(split, seed, num_classes, config.num_workers, device)

@@ -28,9 +28,10 @@ class KeyedSamples:
     So a user's random transform gives the same result in any worker, on any rank and after any resume.
     """
 
-    def __init__(self, split: MapStyle, seed: int) -> None:
+    def __init__(self, split: MapStyle, seed: int, num_classes: int) -> None:
         self.split = split
         self.seed = seed
+        self.num_classes = num_classes
 
     def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, Tensor]:
         epoch, index = sample
@@ -39,7 +40,18 @@ class KeyedSamples:
         np.random.seed(key % 2**32)
         torch.manual_seed(key % 2**63)
         image, label = self.split[index]
-        return as_image_tensor(image), torch.as_tensor(label, dtype=torch.int64)
+        return as_image_tensor(image), torch.tensor(class_of(label, self.num_classes, index))
+
+
+def class_of(label: Any, num_classes: int, index: int) -> int:
+    """The label as a class number. Raises TrainingError naming the sample if it is none: losses skip or crash on it."""
+    try:
+        number = int(label)
+        if number == label and 0 <= number < num_classes:
+            return number
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise TrainingError(f"the label of sample {index} is {label!r}, not a class from 0 to {num_classes - 1}")
 
 
 def _collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -60,8 +72,8 @@ def _start_worker(_worker_id: int) -> None:
 class StreamSource:
     """Batches of a split that stays where it is."""
 
-    def __init__(self, split: MapStyle, seed: int, num_workers: int, device: torch.device) -> None:
-        self.samples = KeyedSamples(split, seed)
+    def __init__(self, split: MapStyle, seed: int, num_classes: int, num_workers: int, device: torch.device) -> None:
+        self.samples = KeyedSamples(split, seed, num_classes)
         self.size = len(split)
         self.num_workers = num_workers
         self.device = device
