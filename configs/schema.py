@@ -227,6 +227,50 @@ class LogConfig(Section):
     )
 
 
+class GuardConfig(Section):
+    """Limits of what `nonfinite` may do, and what counts as a spike of the loss."""
+
+    max_skipped: Count = Field(default=100, description="nonfinite: skip gives up after this many dropped updates")
+    max_skipped_fraction: Fraction = Field(
+        default=0.01, description="nonfinite: skip gives up when more than this share of the batches was dropped"
+    )
+    max_rollbacks: Count = Field(default=3, description="nonfinite: rollback gives up after this many")
+    spike_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="a loss above this many times the median of the window is treated like one that is not finite",
+    )
+    spike_window_steps: Annotated[int, Field(ge=10), BeforeValidator(_whole)] = Field(
+        default=100, description="updates whose losses make the median; before that many nothing is a spike"
+    )
+
+
+class EarlyStoppingConfig(Section):
+    """End the run, as finished, when its evaluations no longer get better."""
+
+    patience: Count | None = Field(
+        default=None, description="evaluations in a row without a better one after which the run ends; null: never"
+    )
+    metric: Literal["eval/top1", "eval/loss"] = Field(
+        default="eval/top1", description="judged on the EMA where there is one"
+    )
+    min_delta: NonNegative = Field(default=0.0, description="better by no more than this is not better")
+
+
+FaultKind = Literal[
+    "sigkill", "exit", "raise", "hang", "slow", "nan", "oom", "sigterm", "sigstop", "corrupt_checkpoint"
+]
+
+
+class FaultConfig(Section):
+    """One fault to inject, for tests and for `python -m launch verify faults`."""
+
+    kind: FaultKind
+    rank: CountOrZero = 0
+    step: CountOrZero = 0
+    attempt: Count | None = 1
+    seconds: Positive = 3.0
+
+
 class ExpectConfig(Section):
     """What the finished run must reach; otherwise it fails with exit code 1."""
 
@@ -240,6 +284,15 @@ class LaunchConfig(Section):
     grace_s: Positive = Field(default=30.0, description="seconds that a stopped run has to finish its step and save")
     collective_timeout_s: Positive = Field(
         default=600.0, description="seconds that a rank waits for the others before it fails"
+    )
+    max_restarts: CountOrZero = Field(
+        default=0, description="restart from the newest checkpoint this often by itself when a rank fails"
+    )
+    restart_wait_s: NonNegative = Field(
+        default=1.0, description="before the first restart; doubles with each, up to a minute"
+    )
+    hang_timeout_s: Positive | None = Field(
+        default=None, description="seconds after which a step counts as hung; default: 60 or 20 median steps, if longer"
     )
     num_threads: Count | None = Field(
         default=None, description="CPU threads per rank; default: cores / local ranks, less loader workers"
@@ -279,6 +332,16 @@ class RunConfig(Section):
     init_from: str | None = Field(
         default=None, description="model.safetensors or a run folder to take weights from; nothing else"
     )
+    max_time_s: Positive | None = Field(
+        default=None, description="save and stop, to be gone on with, when this start has lasted this long"
+    )
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="when a loss or gradient is not finite: stop; drop the update; or go back to a checkpoint, past it",
+    )
+    faults: Annotated[tuple[FaultConfig, ...], BeforeValidator(_tuple)] = Field(
+        default=(), description="faults to inject, {kind, rank, step, attempt, seconds}; see docs/faults.md"
+    )
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
@@ -288,6 +351,8 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+    guard: GuardConfig = GuardConfig()
+    early_stopping: EarlyStoppingConfig = EarlyStoppingConfig()
     expect: ExpectConfig = ExpectConfig()
     launch: LaunchConfig = LaunchConfig()
 
@@ -330,6 +395,11 @@ FREE_ON_RESUME = (
     "data.residency",
     "data.num_workers",
     "eval.mode",
+    "max_time_s",
+    "nonfinite",
+    "guard",
+    "early_stopping",
+    "faults",
     "checkpoint",
     "log",
     "launch",

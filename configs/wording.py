@@ -38,6 +38,9 @@ def explain(key: str, value: Any, error: ErrorDetails) -> str:
         return str(error["ctx"]["error"])
     schema = _json_schema(KNOBS[key])["properties"][_last(key)]
     taken = next(kind for kind in schema.get("anyOf", [schema]) if kind["type"] != "null")
+    if "$ref" in taken.get("items", {}):
+        at = f" at {'.'.join(map(str, error['loc'][1:]))}" if error["loc"][1:] else ""
+        return f"{show(value)} cannot be used{at}: {error['msg']} (expected such as [{{kind: exit, rank: 1, step: 7}}])"
     or_null = ", or null" if "anyOf" in schema else ""
     choices = ["true", "false"] if taken["type"] == "boolean" else taken.get("enum")
     if choices:

@@ -17,6 +17,7 @@ from trainer.data.augment import Preprocess
 from trainer.data.order import Order
 from trainer.data.source import Source
 from trainer.evaluate import EvalResult, Evaluator
+from trainer.faults import Pieces
 from trainer.metrics import LossWindow
 from trainer.optim import Ema
 from trainer.runtime import RunContext
@@ -71,6 +72,8 @@ class Job:
     window: LossWindow
     save: Callable[["Job", bool], Path]
     """Writes a checkpoint of this job; the flag says that it is the best so far."""
+    faults: Callable[[int, Pieces], Pieces] | None
+    """Faults to inject on this rank, by step; None where there are none."""
     state: TrainState = field(default_factory=TrainState)
     clock: Clock = field(default_factory=Clock)
     pending: Pending | None = None

@@ -13,13 +13,12 @@ from trainer.agreement import Agreed, HostCopy, agreed_from, signal_values
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
+from trainer.faults import Pieces
 from trainer.job import Job, Pending
 from trainer.optim import apply_update
 
 # A scale that was halved this often in a row will not recover: 65536 is 0.002 by then.
 MAX_SKIPPED_IN_A_ROW = 25
-
-Pieces = list[tuple[Tensor, Tensor]]
 
 
 def train(job: Job) -> bool:
@@ -53,6 +52,8 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     start = time.perf_counter()
     batch, pieces = next(batches)
     job.clock.data_wait_s += time.perf_counter() - start
+    if job.faults is not None:
+        pieces = job.faults(job.state.step, pieces)
     train_step(job, batch, pieces)
     if _must_settle(job, batch):
         settle(job)

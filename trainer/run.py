@@ -28,6 +28,7 @@ from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, 
 from trainer.data.order import Order
 from trainer.data.source import build_source, choose_residency, materialise
 from trainer.evaluate import Evaluator
+from trainer.faults import Pieces, faults_of, strike
 from trainer.job import Job
 from trainer.loop import stop_if_weights_bad, train
 from trainer.metrics import LossWindow
@@ -191,6 +192,7 @@ class Run:
             console=self._console(context),
             stop=self.stop,
             save=partial(self._save, facts),
+            faults=self._faults(context),
             window=LossWindow(context),
         )
         return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason)
@@ -210,6 +212,10 @@ class Run:
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return model.to(context.device)
+
+    def _faults(self, context: RunContext) -> Callable[[int, Pieces], Pieces] | None:
+        faults = faults_of(self.plan.config.faults, context.rank, self.attempt.path.name)
+        return (lambda step, pieces: strike(faults, step, pieces, self.run_dir.checkpoints)) if faults else None
 
     def _facts(self, context: RunContext, data: Data, global_batch_size: int) -> dict[str, Any]:
         """What a checkpoint says of its run; resume.py compares some of it."""

@@ -1,0 +1,87 @@
+"""Faults on purpose: what a configuration's `faults` asks for, at one update of one rank. See docs/faults.md."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from configs.schema import FaultConfig
+from trainer.checkpoint import step_folders
+
+Pieces = list[tuple[Tensor, Tensor]]
+
+
+def faults_of(faults: tuple[FaultConfig, ...], rank: int, attempt: str) -> tuple[FaultConfig, ...]:
+    """Those of `rank` in the attempt with this label (`001`, or `001-node1`). Usually none."""
+    number = int(attempt.partition("-")[0]) if attempt[:1].isdigit() else 0
+    return tuple(fault for fault in faults if fault.rank == rank and fault.attempt in (None, number))
+
+
+def strike(faults: tuple[FaultConfig, ...], step: int, pieces: Pieces, checkpoints: Path) -> Pieces:
+    """Let the faults of this step happen, before its forward pass. Returns what is to be trained on."""
+    for fault in faults:
+        if fault.step == step:
+            pieces = nan(pieces) if fault.kind == "nan" else pieces
+            if fault.kind in _FAULTS:
+                print(f"fault: {fault.kind} at step {step}", flush=True)
+                _FAULTS[fault.kind](fault, checkpoints)
+    return pieces
+
+
+def nan(pieces: Pieces) -> Pieces:
+    """The same batch with images that are not numbers."""
+    return [(torch.full_like(images, torch.nan, dtype=torch.float32), labels) for images, labels in pieces]
+
+
+def _signal(number: int) -> Callable[[FaultConfig, Path], None]:
+    return lambda _fault, _checkpoints: os.kill(os.getpid(), number)
+
+
+def _exit(_fault: FaultConfig, _checkpoints: Path) -> None:
+    os._exit(7)
+
+
+def _raise(fault: FaultConfig, _checkpoints: Path) -> None:
+    raise RuntimeError(f"injected on rank {fault.rank} at step {fault.step}")
+
+
+def _out_of_memory(fault: FaultConfig, _checkpoints: Path) -> None:
+    raise torch.OutOfMemoryError(f"out of memory, injected on rank {fault.rank} at step {fault.step}")
+
+
+def _hang(_fault: FaultConfig, _checkpoints: Path) -> None:
+    while True:
+        time.sleep(3600)
+
+
+def _slow(fault: FaultConfig, _checkpoints: Path) -> None:
+    time.sleep(fault.seconds)
+
+
+def _corrupt_checkpoint(_fault: FaultConfig, checkpoints: Path) -> None:
+    """Flip one byte in the middle of the newest checkpoint's largest file, then die: the next start must notice."""
+    newest = step_folders(checkpoints)[-1]
+    largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
+    with largest.open("r+b") as file:
+        file.seek(largest.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_FAULTS: dict[str, Callable[[FaultConfig, Path], None]] = {
+    "sigkill": _signal(signal.SIGKILL),
+    "sigterm": _signal(signal.SIGTERM),
+    "sigstop": _signal(signal.SIGSTOP),
+    "exit": _exit,
+    "raise": _raise,
+    "oom": _out_of_memory,
+    "hang": _hang,
+    "slow": _slow,
+    "corrupt_checkpoint": _corrupt_checkpoint,
+}
