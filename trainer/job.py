@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from configs.derive import lr_at, total_steps
@@ -20,6 +19,7 @@ from trainer.evaluate import EvalResult, Evaluator
 from trainer.faults import Pieces
 from trainer.metrics import LossWindow
 from trainer.optim import Ema
+from trainer.optimizer import Optimizer
 from trainer.runtime import RunContext
 from trainer.state import TrainState
 from trainer.stop import StopFlag
@@ -58,7 +58,7 @@ class Job:
     model: nn.Module
     module: nn.Module
     signals: nn.Parameter | None
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     ema: Ema | None
     source: Source
     order: Order

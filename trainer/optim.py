@@ -7,34 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import OptimConfig
+from trainer.optimizer import Group, Optimizer
 
 
-def parameter_groups(model: nn.Module, config: OptimConfig) -> list[dict[str, object]]:
+def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
     """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.decay_norm_and_bias or config.weight_decay == 0:
         return [{"params": trained, "weight_decay": config.weight_decay}]
-    groups = [
+    groups: list[Group] = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> torch.optim.Optimizer:
-    """SGD, Adam or AdamW on `model`'s parameters; its learning rate is set before each update."""
-    groups = parameter_groups(model, config)
+def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:
+    """The optimizer of `model`'s parameters; its learning rate is set before each update."""
     fused = device.type in ("cpu", "cuda") if config.fused is None else config.fused
-    if config.name == "sgd":
-        sgd = torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
-        if config.momentum:
-            # torch 2.14 makes the buffers in the first update, and its fused kernel leaves them unwritten if that one
-            # overflows. From zero the first update is the same: 0 * momentum + gradient.
-            for parameter in (p for group in sgd.param_groups for p in group["params"]):
-                sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        return sgd
-    adam = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-    return adam(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=fused)
+    return Optimizer(parameter_groups(model, config), config, fused=fused)
 
 
 class Update(NamedTuple):
@@ -47,7 +38,7 @@ class Update(NamedTuple):
 
 
 def apply_update(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     scaler: torch.amp.GradScaler | None,
     lr: float,
     max_grad_norm: float | None,
@@ -56,10 +47,9 @@ def apply_update(
 ) -> Update:
     """One update with learning rate `lr`: unscale once, clip, step,
     and tell by the scale whether the step was taken."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    optimizer.lr = lr
     if scaler is not None:
-        scaler.unscale_(optimizer)
+        scaler.unscale_(optimizer)  # type: ignore[arg-type]  # all that it asks of one is there
     grad_norm = None
     if max_grad_norm is not None or want_grad_norm:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -73,7 +63,7 @@ def apply_update(
     # afterwards is the sign; the tensor is read without get_scale(), which would wait for the device.
     assert scaler._scale is not None, "the loss was not scaled"
     before = scaler._scale.clone()
-    scaler.step(optimizer)
+    scaler.step(optimizer)  # type: ignore[arg-type]
     scaler.update()
     return Update(scaler._scale >= before, grad_norm)
 

@@ -95,27 +95,18 @@ def _optimizer_tensors(job: Job) -> dict[str, Tensor]:
     return {
         f"{name}/{entry}": value
         for name, parameter in job.model.named_parameters()
-        for entry, value in job.optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
+        if parameter in job.optimizer.state
+        for entry, value in job.optimizer.state[parameter].items()
     }
 
 
 def _load_optimizer(job: Job, tensors: dict[str, Tensor]) -> None:
+    """What the checkpoint lacks, such as a momentum that is new, stays zero."""
     parameters = dict(job.model.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    entries: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
-        entries.setdefault(name, {})[entry] = _laid_out_like(parameters[name], tensor)
-    ordered = [names[id(p)] for group in job.optimizer.param_groups for p in group["params"]]
-    state = {index: entries[name] for index, name in enumerate(ordered) if name in entries}
-    # Through load_state_dict, which knows where each optimizer wants its step counter.
-    job.optimizer.load_state_dict(job.optimizer.state_dict() | {"state": state})
-
-
-def _laid_out_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor` in the memory format of its parameter: fused kernels go through both by raw offset."""
-    return tensor if tensor.ndim == 0 else torch.empty_like(parameter, device="cpu", dtype=tensor.dtype).copy_(tensor)
+        if entry in (state := job.optimizer.state[parameters[name]]):
+            state[entry].copy_(tensor)
 
 
 def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:

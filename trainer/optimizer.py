@@ -1,0 +1,98 @@
+"""SGD, Adam and AdamW by torch's own kernels, without torch.optim.Optimizer around them."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor, nn
+
+# The functions behind the classes. The first object of a class imports torch._dynamo, which takes 1.5 s or more.
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from configs.schema import OptimConfig
+
+
+class Group(TypedDict):
+    """Parameters that are treated alike."""
+
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
+class Optimizer:
+    """One update at a time; the state is there from the start, all zeros.
+
+    `found_inf` and `grad_scale` are set by GradScaler, which knows by `_step_supports_amp_scaling` that a fused kernel
+    leaves everything as it is where `found_inf` is 1. `guard` is the same for what others find: a float scalar on the
+    device, 1 where this update must not happen. Only the fused kernels look at it.
+    """
+
+    def __init__(self, groups: Sequence[Group], config: OptimConfig, *, fused: bool) -> None:
+        self.param_groups = list(groups)
+        self.fused = self._step_supports_amp_scaling = fused
+        self.lr = config.lr
+        self.guard: Tensor | None = None
+        self._config = config
+        self.state = {p: self._initial(p) for group in self.param_groups for p in group["params"]}
+
+    def _initial(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        config = self._config
+        if config.name == "sgd":
+            return {"momentum_buffer": torch.zeros_like(parameter)} if config.momentum else {}
+        # The fused kernel reads the counter where the parameter is, the other one on the host.
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
+        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters that have a gradient, with learning rate `lr`."""
+        kernel = self._sgd if self._config.name == "sgd" else self._adam
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        if self.guard is not None:
+            found_inf = self.guard if found_inf is None else torch.maximum(self.guard, found_inf)
+        for group in self.param_groups:
+            kernel([p for p in group["params"] if p.grad is not None], group["weight_decay"], found_inf)
+
+    def _entries(self, params: list[nn.Parameter], name: str) -> list[Tensor]:
+        return [self.state[p][name] for p in params]
+
+    def _sgd(self, params: list[nn.Parameter], weight_decay: float, found_inf: Tensor | None) -> None:
+        has_momentum = self._config.momentum != 0
+        sgd(
+            params,  # type: ignore[arg-type]  # a list of parameters is one of tensors
+            [p.grad for p in params if p.grad is not None],
+            [*self._entries(params, "momentum_buffer")] if has_momentum else [None] * len(params),
+            foreach=not self.fused,
+            fused=self.fused,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+            weight_decay=weight_decay,
+            momentum=self._config.momentum,
+            lr=self.lr,
+            dampening=0.0,
+            nesterov=self._config.nesterov,
+            maximize=False,
+        )
+
+    def _adam(self, params: list[nn.Parameter], weight_decay: float, found_inf: Tensor | None) -> None:
+        adam(
+            params,  # type: ignore[arg-type]  # a list of parameters is one of tensors
+            [p.grad for p in params if p.grad is not None],
+            self._entries(params, "exp_avg"),
+            self._entries(params, "exp_avg_sq"),
+            [],
+            self._entries(params, "step"),
+            foreach=not self.fused,
+            fused=self.fused,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+            decoupled_weight_decay=self._config.name == "adamw",
+            amsgrad=False,
+            beta1=self._config.betas[0],
+            beta2=self._config.betas[1],
+            lr=self.lr,
+            weight_decay=weight_decay,
+            eps=self._config.eps,
+            maximize=False,
+        )
