@@ -36,7 +36,7 @@ def build_job(config: RunConfig, folder: Path, **plan: Any) -> Job:
     worker = WorkerPlan(mode="train", config=config, **(fields | plan))
     prepare_data(config.data)
     run = Run(worker, RunDir(folder), AttemptDir(folder), StopFlag())
-    job, _, _ = run.build(RunContext(worker))
+    job, _ = run.build(RunContext(worker))
     if job.context.is_rank_zero:
         job.tracker = Tracker(run.run_dir, 0)
     job.module.train()

@@ -38,6 +38,8 @@ class WorkerPlan:
     """File through which the ranks of one node meet; None when they meet at MASTER_ADDR:MASTER_PORT, or are alone."""
     terminal: str | None = None
     """The launcher's terminal device for the progress bar; None when it has none."""
+    started: float = 0.0
+    """Seconds since the epoch when the launcher was started; max_time_s counts from there. 0 = not known."""
     checkpoint: str = "best"
     """What `eval` loads: best, last, or a step number."""
 
@@ -72,7 +74,7 @@ class Outcome:
     where: str | None = None
     """file:line of the innermost frame outside installed packages."""
     signal: str | None = None
-    """Of a stop: the signal's name."""
+    """Of a stop: what asked for it, as StopFlag.signal."""
     checkpoint: str | None = None
     """Of a stop: name of the checkpoint to go on from."""
 

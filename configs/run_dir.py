@@ -98,6 +98,16 @@ class RunDir:
         return self.path / "result.json"
 
     @property
+    def stop(self) -> Path:
+        """`touch` it to have the run save and stop."""
+        return self.path / "stop"
+
+    @property
+    def bad_batches(self) -> Path:
+        """A line with the sample ids of each batch that was left out because its loss or gradient was bad."""
+        return self.path / "bad_batches.jsonl"
+
+    @property
     def weights(self) -> Path:
         """The finished run's weights with plain names, those that "best" was judged on."""
         return self.path / "model.safetensors"

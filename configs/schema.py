@@ -232,7 +232,7 @@ class GuardConfig(Section):
 
     max_skipped: Count = Field(default=100, description="nonfinite: skip gives up after this many dropped updates")
     max_skipped_fraction: Fraction = Field(
-        default=0.01, description="nonfinite: skip gives up when more than this share of the batches was dropped"
+        default=0.01, description="nonfinite: skip gives up when more than this share was dropped; one always may be"
     )
     max_rollbacks: Count = Field(default=3, description="nonfinite: rollback gives up after this many")
     spike_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = Field(

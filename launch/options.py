@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Options:
     python: str = sys.executable
     cwd: Path = field(default_factory=Path.cwd)
     worker: str = "trainer"
+    started: float = field(default_factory=time.time)
 
     def resume_command(self, name: str, arguments: str = "") -> str:
         """What to type to go on: a make target in the project's own folder, else the command itself."""

@@ -50,6 +50,8 @@ class Request:
     interface: str | None = None
     """Network interface towards the other nodes."""
     terminal: str | None = None
+    started: float = 0.0
+    """Seconds since the epoch when the command was given; a restart keeps it."""
     worker: str = "trainer"
 
 
@@ -101,6 +103,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         threads_per_rank=threads,
         store=str(request.meeting / "ranks") if request.nodes is None and nproc > 1 else None,
         terminal=request.terminal,
+        started=request.started,
         checkpoint=request.checkpoint,
     )
     return LaunchPlan(

@@ -107,6 +107,7 @@ def _request(name: str, prefix: str, nproc: int | Literal["auto"], options: Opti
         nproc=nproc,
         launcher=options.launcher or "torchrun",
         terminal=_terminal(),
+        started=options.started,
         worker=options.worker,
     )
 

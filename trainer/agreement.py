@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_STOP, _SAVE, _FIRST_RANK = 0, 1, 2
+_STOP, _SAVE, _LOSS, FIRST_RANK = 0, 1, 2, 3
 
 
 class Agreed(NamedTuple):
@@ -19,6 +19,8 @@ class Agreed(NamedTuple):
     save: bool
     bad_ranks: tuple[int, ...]
     """Ranks whose loss was not finite."""
+    loss: float = 0.0
+    """Mean over the global batch, where someone asked for it."""
 
 
 class WithSignals(nn.Module):
@@ -27,24 +29,36 @@ class WithSignals(nn.Module):
     def __init__(self, model: nn.Module, world_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
-        self.signals = nn.Parameter(torch.zeros(_FIRST_RANK + world_size, dtype=dtype))
+        self.signals = nn.Parameter(torch.zeros(FIRST_RANK + world_size, dtype=dtype))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(images), self.signals
 
 
-def signal_values(signals: Tensor, rank: int, loss: Tensor, *, stop: bool, save: bool) -> Tensor:
-    """This rank's values, to be given to the backward pass as the gradient of `signals`. No host sync."""
+def signal_values(
+    signals: Tensor, rank: int, loss: Tensor, *, stop: bool, save: bool, loss_factor: Tensor | None = None
+) -> Tensor:
+    """This rank's values, to be given to the backward pass as the gradient of `signals`. No host sync.
+
+    `loss_factor` turns this rank's summed loss into its share of the global mean; None where nobody asks for that.
+    """
     values = torch.zeros_like(signals)
     values[_STOP], values[_SAVE] = float(stop), float(save)
-    values[_FIRST_RANK + rank] = ~torch.isfinite(loss)
+    if loss_factor is not None:
+        values[_LOSS] = loss * loss_factor
+    values[FIRST_RANK + rank] = ~torch.isfinite(loss)
     return values
 
 
 def agreed_from(gradient: list[float]) -> Agreed:
     """Read the reduced gradient of `signals`."""
-    bad = tuple(rank for rank, value in enumerate(gradient[_FIRST_RANK:]) if value)
-    return Agreed(gradient[_STOP] > 0, gradient[_SAVE] > 0, bad)
+    bad = tuple(rank for rank, value in enumerate(gradient[FIRST_RANK:]) if value)
+    return Agreed(gradient[_STOP] > 0, gradient[_SAVE] > 0, bad, gradient[_LOSS])
+
+
+def bad_and_loss(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the reduced gradient, on the device: whether any rank's loss was not finite, and the global mean loss."""
+    return gradient[FIRST_RANK:].sum() > 0, gradient[_LOSS]
 
 
 # Where reading at once would wait for the device. The tests add the CPU.

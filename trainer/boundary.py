@@ -3,6 +3,7 @@
 import math
 import time
 
+from configs.derive import counted
 from trainer.evaluate import EvalResult
 from trainer.job import Job
 from trainer.optim import averaged_tensors
@@ -25,6 +26,8 @@ def at_boundary(job: Job) -> bool:
     if evaluates and not evaluate(job):
         return False
     state.boundary_pending = False
+    if evaluates and judge_progress(job):
+        ends = saves = True
     if due(config.log.every_steps) or ends:
         log_point(job)
     if ends_epoch:
@@ -40,10 +43,9 @@ def end_epoch(job: Job) -> None:
     """Show the epoch's mean training loss and go to the next one."""
     state = job.state
     reduce_window(job)
-    samples = min(state.batch_in_epoch * job.order.global_batch_size, job.order.num_samples)
-    mean = state.epoch_loss_sum / samples
+    mean = state.epoch_loss_sum / max(1, state.epoch_loss_count)
     job.console.line(f"epoch {state.epoch + 1}  step {state.step}/{job.total_steps}  mean training loss {mean:.4f}")
-    state.epoch_loss_sum = 0.0
+    state.epoch_loss_sum, state.epoch_loss_count = 0.0, 0
     state.epoch, state.batch_in_epoch = state.epoch + 1, 0
 
 
@@ -89,6 +91,24 @@ def evaluate(job: Job) -> bool:
             return False
         results[prefix] = result
     job.evaluations = results
+    return True
+
+
+def judge_progress(job: Job) -> bool:
+    """Whether the run ends here because its evaluations got no better. All ranks hold the same results."""
+    state, config = job.state, job.config.early_stopping
+    judged = list(job.evaluations.values())[-1]
+    value = judged.top1 if config.metric == "eval/top1" else -judged.loss
+    if state.early_best is None or value > state.early_best + config.min_delta:
+        state.early_best, state.evaluations_without_better = value, 0
+        return False
+    state.evaluations_without_better += 1
+    if not job.stops_early():
+        return False
+    job.console.line(
+        f"stops early at step {state.step}: {config.metric} was no better than {abs(state.early_best):.4f} "
+        f"in {counted(state.evaluations_without_better, 'evaluation')} (early_stopping.patience)"
+    )
     return True
 
 

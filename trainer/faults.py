@@ -15,24 +15,28 @@ from trainer.checkpoint import step_folders
 Pieces = list[tuple[Tensor, Tensor]]
 
 
-def faults_of(faults: tuple[FaultConfig, ...], rank: int, attempt: str) -> tuple[FaultConfig, ...]:
-    """Those of `rank` in the attempt with this label (`001`, or `001-node1`). Usually none."""
-    number = int(attempt.partition("-")[0]) if attempt[:1].isdigit() else 0
-    return tuple(fault for fault in faults if fault.rank == rank and fault.attempt in (None, number))
+class Faults:
+    """The faults of one rank in one attempt, labelled `001` or `001-node1`. Each happens once."""
+
+    def __init__(self, faults: tuple[FaultConfig, ...], rank: int, attempt: str, checkpoints: Path) -> None:
+        number = int(attempt.partition("-")[0]) if attempt[:1].isdigit() else 0
+        self._left = [fault for fault in faults if fault.rank == rank and fault.attempt in (None, number)]
+        self._checkpoints = checkpoints
+
+    def strike(self, step: int, pieces: Pieces) -> Pieces:
+        """Let the first fault that is left for `step` happen, before the forward pass. Returns what to train on."""
+        fault = next((fault for fault in self._left if fault.step == step), None)
+        if fault is None:
+            return pieces
+        self._left.remove(fault)
+        print(f"fault: {fault.kind} at step {step}", flush=True)
+        if fault.kind == "nan":
+            return _nan(pieces)
+        _FAULTS[fault.kind](fault, self._checkpoints)
+        return pieces
 
 
-def strike(faults: tuple[FaultConfig, ...], step: int, pieces: Pieces, checkpoints: Path) -> Pieces:
-    """Let the faults of this step happen, before its forward pass. Returns what is to be trained on."""
-    for fault in faults:
-        if fault.step == step:
-            pieces = nan(pieces) if fault.kind == "nan" else pieces
-            if fault.kind in _FAULTS:
-                print(f"fault: {fault.kind} at step {step}", flush=True)
-                _FAULTS[fault.kind](fault, checkpoints)
-    return pieces
-
-
-def nan(pieces: Pieces) -> Pieces:
+def _nan(pieces: Pieces) -> Pieces:
     """The same batch with images that are not numbers."""
     return [(torch.full_like(images, torch.nan, dtype=torch.float32), labels) for images, labels in pieces]
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +17,8 @@ from trainer.data.augment import Preprocess
 from trainer.data.order import Order
 from trainer.data.source import Source
 from trainer.evaluate import EvalResult, Evaluator
-from trainer.faults import Pieces
+from trainer.faults import Faults
+from trainer.guard import Guard
 from trainer.metrics import LossWindow
 from trainer.optim import Ema
 from trainer.optimizer import Optimizer
@@ -47,6 +49,8 @@ class Pending:
     """Where there are several ranks: their reduced signals. Else the loss."""
     lr: float
     num_samples: int
+    flag: HostCopy | None
+    """Of a guarded update: 1 where the batch was bad."""
 
 
 @dataclass
@@ -70,10 +74,13 @@ class Job:
     console: Console
     stop: StopFlag
     window: LossWindow
+    guard: Guard
     save: Callable[["Job", bool], Path]
     """Writes a checkpoint of this job; the flag says that it is the best so far."""
-    faults: Callable[[int, Pieces], Pieces] | None
-    """Faults to inject on this rank, by step; None where there are none."""
+    facts: dict[str, Any]
+    """What its checkpoints say of the run; a resume compares some of it."""
+    faults: Faults | None
+    """To be injected; None where there are none."""
     state: TrainState = field(default_factory=TrainState)
     clock: Clock = field(default_factory=Clock)
     pending: Pending | None = None
@@ -100,9 +107,16 @@ class Job:
         return lr_at(self.state.step, self.config, self.order.batches_per_epoch)
 
     def is_finished(self) -> bool:
+        if self.stops_early():
+            return True
         if self.config.max_steps is not None:
             return self.state.step >= self.config.max_steps
         return self.state.epoch >= (self.config.max_epochs or 0)
+
+    def stops_early(self) -> bool:
+        """Whether so many evaluations in a row were no better that the run ends. Known to all ranks alike."""
+        patience = self.config.early_stopping.patience
+        return patience is not None and self.state.evaluations_without_better >= patience
 
     def is_at_end(self) -> bool:
         """Whether the last counted update was the run's last; its boundary may be still to come."""

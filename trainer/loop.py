@@ -1,24 +1,21 @@
 """The training loop: one step, and stopping. Reads top to bottom; what is due between steps is in boundary.py."""
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from configs.errors import ConfigError, TrainingError
-from trainer.agreement import Agreed, HostCopy, agreed_from, signal_values
+from configs.errors import ConfigError
+from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
 from trainer.faults import Pieces
 from trainer.job import Job, Pending
 from trainer.optim import apply_update
-
-# A scale that was halved this often in a row will not recover: 65536 is 0.002 by then.
-MAX_SKIPPED_IN_A_ROW = 25
+from trainer.outcome import agreed_by, bad_loss, must_settle, settle
 
 
 def train(job: Job) -> bool:
@@ -52,10 +49,13 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     start = time.perf_counter()
     batch, pieces = next(batches)
     job.clock.data_wait_s += time.perf_counter() - start
+    if number_of(job, batch) in job.state.passed_over:
+        pass_over(job, batch)
+        return
     if job.faults is not None:
-        pieces = job.faults(job.state.step, pieces)
+        pieces = job.faults.strike(job.state.step, pieces)
     train_step(job, batch, pieces)
-    if _must_settle(job, batch):
+    if must_settle(job, batch):
         settle(job)
     job.clock.busy_s += time.perf_counter() - start
     job.clock.samples += batch.size
@@ -65,8 +65,8 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
 def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     """Forward and backward over this rank's micro-batches, then one update on the mean over the global batch."""
     context, loss = job.context, None
-    factor = gradient_factor(job, batch)
-    batch_number = batch.epoch * job.order.batches_per_epoch + batch.index
+    factor, batch_number = gradient_factor(job, batch), number_of(job, batch)
+    job.guard.remember()
     for index, (images, labels) in enumerate(pieces):
         context.seed_dropout(job.config.seed, batch_number, index)
         is_last = index == len(pieces) - 1
@@ -78,21 +78,43 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             else:
                 save = context.is_rank_zero and job.checkpoint_minutes_due()
                 own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
-                values = signal_values(signals, context.rank, own_loss, stop=job.stop.is_set, save=save)
+                per_loss = factor if job.guard.is_on else None
+                values = signal_values(
+                    signals, context.rank, own_loss, stop=job.stop.is_set, save=save, loss_factor=per_loss
+                )
                 torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None
     outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
     settle(job)
+    flag = flag_bad(job, loss, batch.size) if job.guard.is_on or not outcome.is_ready else None
     on_host = None
     if outcome.is_ready:
         found = outcome.read()
-        job.agreed = agreed_by(job, found)
-        if job.agreed.bad_ranks:
+        job.agreed = agreed_by(job, found, batch.size)
+        if job.agreed.bad_ranks and flag is None:
             raise bad_loss(job, job.lr())
-        on_host = found[0] if job.signals is None else None
+        on_host = found[0] if job.signals is None and flag is None else None
     if not batch.is_dummy:
-        job.window.add(loss, on_host)
-    update(job, batch.size, outcome)
+        job.window.add(loss if flag is None else torch.where(flag > 0, 0.0, loss), on_host)
+    update(job, batch.size, outcome, flag)
+
+
+def number_of(job: Job, batch: RankBatch) -> int:
+    """Number of a global batch since the start of the run."""
+    return batch.epoch * job.order.batches_per_epoch + batch.index
+
+
+def flag_bad(job: Job, loss: Tensor, num_samples: int) -> Tensor:
+    """1 on the device if the batch is bad and must not change anything: then BatchNorm's statistics go back too."""
+    if job.signals is None:
+        bad, mean = ~loss.isfinite(), loss / num_samples
+    else:
+        bad, mean = bad_and_loss(reduced_signals(job))
+    scaled = job.context.scaler is not None
+    gradients = [] if scaled else [p.grad for p in job.model.parameters() if p.grad is not None]
+    flag = job.guard.flag(bad, mean, gradients, job.state)
+    job.guard.restore(flag)
+    return flag
 
 
 def reduced_signals(job: Job) -> Tensor:
@@ -138,71 +160,28 @@ def _eagerly(job: Job) -> contextlib.AbstractContextManager[object]:
     return eager
 
 
-def update(job: Job, num_samples: int, outcome: HostCopy) -> None:
+def update(job: Job, num_samples: int, outcome: HostCopy, flag: Tensor | None) -> None:
     """One update with the reduced gradient; its outcome is settled later."""
     lr, step, optim = job.lr(), job.state.step + 1, job.config.optim
     wants_norm = step % job.config.log.every_steps == 0 or step == job.total_steps
-    result = apply_update(job.optimizer, job.context.scaler, lr, optim.max_grad_norm, want_grad_norm=wants_norm)
+    result = apply_update(
+        job.optimizer, job.context.scaler, lr, optim.max_grad_norm, want_grad_norm=wants_norm, guard=flag
+    )
     job.grad_norm = result.grad_norm if result.grad_norm is not None else job.grad_norm
     for parameter in job.parameters:
         parameter.grad = None
     if job.ema is not None:
         job.ema.update(num_samples, job.state.samples_seen + num_samples, result.applied)
     applied = None if result.applied is None else HostCopy(result.applied)
-    job.pending = Pending(applied, outcome, lr, num_samples)
+    job.pending = Pending(applied, outcome, lr, num_samples, None if flag is None else HostCopy(flag))
 
 
-def settle(job: Job) -> None:
-    """Read how the last update went and count it; stop all ranks if its loss was bad or nothing is applied any more."""
-    pending, state = job.pending, job.state
-    if pending is None:
-        return
-    job.pending = None
-    if not pending.outcome.is_ready:
-        job.agreed = agreed_by(job, pending.outcome.read())
-        if job.agreed.bad_ranks:
-            raise bad_loss(job, pending.lr)
-    applied = pending.applied is None or bool(pending.applied.read()[0])
-    state.count(applied=applied, num_samples=pending.num_samples)
-    state.loss_count += pending.num_samples
-    if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise TrainingError(
-            f"{state.skipped_in_a_row} updates in a row overflowed in fp16 at step {state.step} (batch {state.batch}, "
-            f"lr {pending.lr:g}, scale {job.fp16_scale():g}); use mixed_precision: bf16 or no, or a lower optim.lr"
-        )
-
-
-def agreed_by(job: Job, values: list[float]) -> Agreed:
-    """What an outcome says: the ranks' reduced signals, or of one process the loss."""
-    if job.signals is not None:
-        return agreed_from(values)
-    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), () if math.isfinite(values[0]) else (0,))
-
-
-def bad_loss(job: Job, lr: float) -> TrainingError:
-    """What all ranks raise when the loss of any was not finite."""
-    ranks = ", ".join(str(rank) for rank in job.agreed.bad_ranks)
-    scale = "" if job.context.scaler is None else f", scale {job.fp16_scale():g}"
-    bad = _first_bad_parameter(job)
-    where = f"; first parameter that is not finite: {bad}" if bad else ""
-    return TrainingError(
-        f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; "
-        "use a lower optim.lr, optim.max_grad_norm, or mixed_precision: bf16 or no"
-    )
-
-
-def stop_if_weights_bad(job: Job) -> None:
-    """Raise TrainingError rather than save weights that are not finite. They are equal on all ranks."""
-    if bool(torch.stack([parameter.isfinite().all() for parameter in job.model.parameters()]).all()):
-        return
-    raise TrainingError(
-        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {_first_bad_parameter(job)}; "
-        "they are not saved, the last checkpoint stands; use a lower optim.lr or optim.max_grad_norm"
-    )
-
-
-def _first_bad_parameter(job: Job) -> str | None:
-    return next((name for name, tensor in job.model.named_parameters() if not bool(tensor.isfinite().all())), None)
+def pass_over(job: Job, batch: RankBatch) -> None:
+    """Consume a batch that a rollback went back for, without training on it."""
+    settle(job)
+    job.state.count(applied=False, num_samples=batch.size)
+    job.agreed = Agreed(stop=False, save=False, bad_ranks=())
+    job.console.line(f"passed over batch {number_of(job, batch)} at step {job.state.step}")
 
 
 def settle_buckets(job: Job) -> None:
@@ -220,15 +199,3 @@ def settle_buckets(job: Job) -> None:
         )
     for parameter in job.parameters:
         parameter.grad = None
-
-
-def _must_settle(job: Job, batch: RankBatch) -> bool:
-    """Whether something may be due after this update, so that its outcome is wanted now. Always where that is free."""
-    assert job.pending is not None
-    # Only what all ranks know in common may decide, or they would stop at different steps.
-    if job.pending.outcome.is_ready or job.agreed.stop or job.agreed.save:
-        return True
-    step, config = job.state.step + 1, job.config
-    intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
-    ends = step == config.max_steps or batch.index == job.order.batches_per_epoch - 1
-    return ends or any(every is not None and step % every == 0 for every in intervals)

@@ -32,7 +32,7 @@ class Update(NamedTuple):
     """What one call of apply_update did; tensors, so that nothing waits for the device until they are read."""
 
     applied: Tensor | None
-    """Bool scalar: False where the scaler found an overflow. None = applied for certain: there is no scaler."""
+    """Bool scalar: False where the scaler found an overflow or the batch was bad. None = applied for certain."""
     grad_norm: Tensor | None
     """Norm of the true (unscaled) gradient before clipping; None where nobody asked."""
 
@@ -44,10 +44,11 @@ def apply_update(
     max_grad_norm: float | None,
     *,
     want_grad_norm: bool,
+    guard: Tensor | None = None,
 ) -> Update:
     """One update with learning rate `lr`: unscale once, clip, step,
-    and tell by the scale whether the step was taken."""
-    optimizer.lr = lr
+    and tell by the scale whether the step was taken. Where `guard` is 1 it is not."""
+    optimizer.lr, optimizer.guard = lr, guard
     if scaler is not None:
         scaler.unscale_(optimizer)  # type: ignore[arg-type]  # all that it asks of one is there
     grad_norm = None
@@ -58,14 +59,15 @@ def apply_update(
             nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, grad_norm)
     if scaler is None:
         optimizer.step()
-        return Update(None, grad_norm)
+        return Update(None if guard is None else guard == 0, grad_norm)
     # GradScaler does not say whether it stepped, and a fused optimizer skips inside its kernel. A lower scale
     # afterwards is the sign; the tensor is read without get_scale(), which would wait for the device.
     assert scaler._scale is not None, "the loss was not scaled"
     before = scaler._scale.clone()
     scaler.step(optimizer)  # type: ignore[arg-type]
     scaler.update()
-    return Update(scaler._scale >= before, grad_norm)
+    applied = scaler._scale >= before
+    return Update(applied if guard is None else applied & (guard == 0), grad_norm)
 
 
 class Ema:

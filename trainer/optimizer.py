@@ -25,7 +25,7 @@ class Optimizer:
 
     `found_inf` and `grad_scale` are set by GradScaler, which knows by `_step_supports_amp_scaling` that a fused kernel
     leaves everything as it is where `found_inf` is 1. `guard` is the same for what others find: a float scalar on the
-    device, 1 where this update must not happen. Only the fused kernels look at it.
+    device, 1 where this update must not happen. Without fused kernels `step()` has to wait for its value.
     """
 
     def __init__(self, groups: Sequence[Group], config: OptimConfig, *, fused: bool) -> None:
@@ -51,6 +51,10 @@ class Optimizer:
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if self.guard is not None:
             found_inf = self.guard if found_inf is None else torch.maximum(self.guard, found_inf)
+        if not self.fused and found_inf is not None:
+            if bool(found_inf):
+                return
+            found_inf = None  # only the fused kernels take one
         for group in self.param_groups:
             kernel([p for p in group["params"] if p.grad is not None], group["weight_decay"], found_inf)
 

@@ -11,7 +11,8 @@ import torch
 
 from configs.contract import WorkerPlan
 from configs.run_dir import AttemptDir, RunDir
-from trainer.loop import settle, train_step
+from trainer.loop import train_step
+from trainer.outcome import settle
 from trainer.resume import snapshot
 from trainer.run import Run
 from trainer.runtime import RunContext
@@ -25,7 +26,7 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
     alone = dataclasses.replace(plan, config=share, world_size=1, local_world_size=1, store=None, terminal=None)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(alone, RunDir(Path(folder)), AttemptDir(Path(folder)), StopFlag())
-        job, facts, _ = run.build(RunContext(alone))
+        job, _ = run.build(RunContext(alone))
     batches = job.source.training(job.order.batches(0, 0))
     times = []
     for _ in range(3):
@@ -36,15 +37,15 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
         if job.context.device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    saved = snapshot(job, facts)
+    saved = snapshot(job)
     tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
     return {
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
         "step_ms": 1000 * min(times),
         "peak_memory_bytes": _peak_bytes(job.context.device),
-        "num_train": facts["num_train"],
-        "num_eval": facts["num_eval"],
+        "num_train": job.facts["num_train"],
+        "num_eval": job.facts["num_eval"],
     }
 
 

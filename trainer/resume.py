@@ -21,8 +21,8 @@ MACHINE = ("world_size", "device", "precision", "threads_per_rank")
 """Facts that a resume may change, at the price of the bits."""
 
 
-def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
-    """All of `job` that a bit-identical continuation needs; `facts` (versions, classes, ...) are kept beside it."""
+def snapshot(job: Job) -> Snapshot:
+    """All of `job` that a bit-identical continuation needs; its facts (versions, classes, ...) are kept beside it."""
     parameters = dict(job.model.named_parameters())
     shared = {"model": {name: p.detach() for name, p in parameters.items()}, "optimizer": _optimizer_tensors(job)}
     own = {f"buffer/{name}": tensor for name, tensor in persistent_buffers(job.model).items()}
@@ -31,7 +31,7 @@ def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
         shared["ema"] = {name: t for name, t in job.ema.tensors.items() if name in parameters}
         own |= {f"ema/{name}": t for name, t in job.ema.tensors.items() if name not in parameters}
     scaler = job.context.scaler
-    state = facts | {
+    state = job.facts | {
         "train_state": job.state.as_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "wall_s": job.wall_s(),
@@ -40,9 +40,9 @@ def snapshot(job: Job, facts: dict[str, Any]) -> Snapshot:
     return Snapshot(job.state.step, shared, own, state)
 
 
-def restore(job: Job, loaded: Loaded, path: Path, facts: dict[str, Any]) -> None:
+def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
-    _check_facts(loaded.state, facts, path)
+    _check_facts(loaded.state, job.facts, path)
     own = checkpoint.merged_own(loaded, job.context.rank, job.context.world_size, summed=(_WINDOW,))
     parameters = dict(job.model.named_parameters())
     buffers = persistent_buffers(job.model)
@@ -109,7 +109,7 @@ def _load_optimizer(job: Job, tensors: dict[str, Tensor]) -> None:
             state[entry].copy_(tensor)
 
 
-def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:
+def resume_newest(job: Job, folder: Path) -> str | None:
     """Restore the newest valid checkpoint in `folder`, the same on all ranks. Returns its name, or None."""
     context = job.context
 
@@ -133,16 +133,18 @@ def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:
     name = context.gather_objects(context.together(choose))[0]
     if name is None:
         return None
-    loaded = context.together(lambda: _restore_from(job, folder / name, facts))
-    changed = [f"{key} {loaded.state[key]} -> {facts[key]}" for key in MACHINE if loaded.state[key] != facts[key]]
+    loaded = context.together(lambda: _restore_from(job, folder / name))
+    changed = [
+        f"{key} {loaded.state[key]} -> {job.facts[key]}" for key in MACHINE if loaded.state[key] != job.facts[key]
+    ]
     if changed:
         job.console.line(f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits")
     return name
 
 
-def _restore_from(job: Job, path: Path, facts: dict[str, Any]) -> Loaded:
+def _restore_from(job: Job, path: Path) -> Loaded:
     loaded = checkpoint.load(path)
-    restore(job, loaded, path, facts)
+    restore(job, loaded, path)
     return loaded
 
 
@@ -160,12 +162,12 @@ def load_weights(model: nn.Module, source: str) -> None:
     model.load_state_dict(found)
 
 
-def load_for_evaluation(job: Job, folder: Path, which: str, facts: dict[str, Any]) -> str:
+def load_for_evaluation(job: Job, folder: Path, which: str) -> str:
     """Restore `which` (best, last or a step number), the same on all ranks. Raises CheckpointError."""
     context = job.context
     choose = partial(_choose_for_evaluation, folder, which)
     name = context.gather_objects(context.together(lambda: choose() if context.is_rank_zero else ""))[0]
-    context.together(lambda: _restore_from(job, folder / name, facts))
+    context.together(lambda: _restore_from(job, folder / name))
     return name
 
 

@@ -3,16 +3,15 @@
 import copy
 import gc
 import json
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from configs.contract import WorkerPlan, write_atomically
 from configs.derive import plan_batches
@@ -28,12 +27,16 @@ from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, 
 from trainer.data.order import Order
 from trainer.data.source import build_source, choose_residency, materialise
 from trainer.evaluate import Evaluator
-from trainer.faults import Pieces, faults_of, strike
+from trainer.faults import Faults
+from trainer.guard import BadBatchError, Guard
 from trainer.job import Job
-from trainer.loop import stop_if_weights_bad, train
+from trainer.loop import train
+from trainer.losses import LOSSES
 from trainer.metrics import LossWindow
 from trainer.models import build_model
 from trainer.optim import Ema, averaged_tensors, build_optimizer
+from trainer.outcome import stop_if_weights_bad
+from trainer.rollback import roll_back
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, Tracker
@@ -62,9 +65,10 @@ class Run:
     def train(self) -> Ending:
         """Build, resume, train, evaluate, save. Raises LockstepError for what the user should know."""
         context = RunContext(self.plan)
-        job, facts, screen = self.build(context)
+        job, screen = self.build(context)
+        self._watch_for_stops(context)
         commit = summary.ask_git() if context.is_rank_zero else None
-        last = resume.resume_newest(job, self.run_dir.checkpoints, facts)
+        last = resume.resume_newest(job, self.run_dir.checkpoints)
         if context.is_rank_zero:
             commit_settings(self.run_dir, self.attempt)
         if last is not None:
@@ -72,7 +76,9 @@ class Run:
         for line in screen:
             job.console.line(line)
         if context.is_rank_zero:
-            job.tracker = Tracker(self.run_dir, job.state.logged_until(), json.dumps(facts["config"], indent=1))
+            job.tracker = self._tracker(job)
+        if last is None and job.config.nonfinite == "rollback":
+            job.save(job, False)  # something to go back to
         try:
             is_finished, result = self._train(job, commit)
         finally:
@@ -89,7 +95,16 @@ class Run:
         gc.freeze()  # all that was built so far stays; only what training makes is looked through
         gc.enable()
         seen, began = job.state.samples_seen, time.monotonic()
-        if not train(job):
+        while True:
+            try:
+                is_finished = train(job)
+                break
+            except BadBatchError as error:
+                roll_back(job, str(error), self.run_dir.checkpoints)
+                if job.context.is_rank_zero:
+                    job.tracker.close()
+                    job.tracker = self._tracker(job)
+        if not is_finished:
             return False, None
         # An earlier attempt may have been killed between its last checkpoint and its result.
         if not job.evaluations and not evaluate(job):
@@ -101,6 +116,14 @@ class Run:
             self._export(job)
             summary.report_result(job, self.run_dir, result | {"git_commit": commit() if commit else None})
         return True, result
+
+    def _watch_for_stops(self, context: RunContext) -> None:
+        most, started = self.plan.config.max_time_s, self.plan.started
+        left = math.inf if most is None else most - max(0.0, time.time() - started if started else 0.0)
+        self.stop.watch(left, self.run_dir.stop if context.is_rank_zero else None)
+
+    def _tracker(self, job: Job) -> Tracker:
+        return Tracker(self.run_dir, job.state.logged_until(), json.dumps(job.config.model_dump(mode="json"), indent=1))
 
     def _export(self, job: Job) -> None:
         """model.safetensors, complete or absent, for other programs."""
@@ -115,9 +138,9 @@ class Run:
     def evaluate(self) -> Ending:
         """Evaluate one checkpoint; write eval.json beside the plan."""
         context = RunContext(self.plan)
-        job, facts, _ = self.build(context)
+        job, _ = self.build(context)
         folder, which = self.run_dir.checkpoints, self.plan.checkpoint
-        name = resume.load_for_evaluation(job, folder, which, facts)
+        name = resume.load_for_evaluation(job, folder, which)
         job.console.line(f"{name}, {context.world_size} x {self.plan.device}, precision {context.precision}")
         weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
         metrics: dict[str, float] = {}
@@ -132,9 +155,9 @@ class Run:
         context.close()
         return Ending(True, job.state.step, job.state.epoch, name)
 
-    def build(self, context: RunContext) -> tuple[Job, dict[str, Any], list[str]]:
+    def build(self, context: RunContext) -> tuple[Job, list[str]]:
         """Everything from the data to the job, nothing restored.
-        Returns (job, facts for its checkpoints, plan screen)."""
+        Returns (job, plan screen)."""
         config, device = self.plan.config, context.device
         check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
         batch = plan_batches(config, context.world_size)
@@ -191,11 +214,15 @@ class Run:
             tracker=NullTracker(),
             console=self._console(context),
             stop=self.stop,
-            save=partial(self._save, facts),
-            faults=self._faults(context),
+            save=self._save,
+            facts=facts,
+            faults=Faults(config.faults, context.rank, self.attempt.path.name, self.run_dir.checkpoints)
+            if config.faults
+            else None,
             window=LossWindow(context),
+            guard=Guard(config, model, self.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
         )
-        return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason)
+        return job, summary.plan_screen(job, self.plan, batch, reason)
 
     def _console(self, context: RunContext) -> Console:
         every_s = self.plan.config.log.console_every_s
@@ -212,10 +239,6 @@ class Run:
         if config.channels_last:
             model = model.to(memory_format=torch.channels_last)
         return model.to(context.device)
-
-    def _faults(self, context: RunContext) -> Callable[[int, Pieces], Pieces] | None:
-        faults = faults_of(self.plan.config.faults, context.rank, self.attempt.path.name)
-        return (lambda step, pieces: strike(faults, step, pieces, self.run_dir.checkpoints)) if faults else None
 
     def _facts(self, context: RunContext, data: Data, global_batch_size: int) -> dict[str, Any]:
         """What a checkpoint says of its run; resume.py compares some of it."""
@@ -236,10 +259,10 @@ class Run:
             "versions": summary.versions(),
         }
 
-    def _save(self, facts: dict[str, Any], job: Job, is_best: bool) -> Path:
+    def _save(self, job: Job, is_best: bool) -> Path:
         stop_if_weights_bad(job)
         job.tracker.flush()
-        snapshot = resume.snapshot(job, facts)
+        snapshot = resume.snapshot(job)
         path = checkpoint.save(
             job.context, self.run_dir.checkpoints, snapshot, job.config.checkpoint.keep, is_best=is_best
         )
@@ -272,18 +295,3 @@ def image_shape(data: Data) -> tuple[int, int, int]:
     image = data.train.images[0] if isinstance(data.train, TensorSplit) else as_image_tensor(data.train[0][0])
     channels, height, width = image.shape
     return channels, height, width
-
-
-def cross_entropy_sum(config: LossConfig, logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits, labels, reduction="sum", label_smoothing=config.label_smoothing)
-
-
-def nll_sum(_config: LossConfig, log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    return F.nll_loss(log_probabilities, labels, reduction="sum")
-
-
-# Summed over samples: the caller divides by the count that is right for it.
-LOSSES: dict[str, Callable[[LossConfig, Tensor, Tensor], Tensor]] = {
-    "cross_entropy": cross_entropy_sum,
-    "nll": nll_sum,
-}

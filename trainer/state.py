@@ -1,7 +1,7 @@
 """The position of a run: the only thing that the loop changes besides tensors."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -20,10 +20,21 @@ class TrainState:
     """The run was stopped after an update and before what was due then (log, evaluation, checkpoint)."""
     best_top1: float = -1.0
     best_step: int = -1
+    early_best: float | None = None
+    """The best value of early_stopping.metric so far."""
+    evaluations_without_better: int = 0
     loss_sum: float = 0.0
     """Training loss summed over the samples since the last log point, as far as it is reduced already."""
     loss_count: int = 0
     epoch_loss_sum: float = 0.0
+    epoch_loss_count: int = 0
+    dropped: int = 0
+    """Of `skipped`: updates left out because the batch was bad (nonfinite: skip)."""
+    rollbacks: int = 0
+    passed_over: list[int] = field(default_factory=list)
+    """Bad batches that a rollback went back for, by their number since the start: they are consumed without update."""
+    recent_losses: list[float] = field(default_factory=list)
+    """Mean losses of the last good batches, where a spike is looked for."""
     last_train_loss: float | None = None
 
     def count(self, *, applied: bool, num_samples: int) -> None:

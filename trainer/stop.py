@@ -1,7 +1,12 @@
-"""A request to stop: signals set a flag, nothing else. No torch: the handlers stand before it is imported."""
+"""A request to stop: a signal sets a flag, nothing else; so do the end of the time and a file in the run folder.
+
+No torch: the handlers stand before it is imported.
+"""
 
 import json
+import math
 import signal
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -13,10 +18,31 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        """What asked for it: a signal's name, max_time_s, or the stop file."""
+        self._deadline = math.inf
+        self._file: Path | None = None
+        self._next_look = math.inf
 
     @property
     def is_set(self) -> bool:
+        if self.signal is None and time.monotonic() >= self._next_look:
+            self._look()
         return self.signal is not None
+
+    def watch(self, seconds_left: float, file: Path | None) -> None:
+        """Set the flag too when so many seconds are over, or when `file` appears: it is removed then, so that the next
+        start does not stop at once. It is looked for once a second: on a network disk that costs milliseconds."""
+        self._deadline, self._file = time.monotonic() + seconds_left, file
+        self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        if now >= self._deadline:
+            self.set("max_time_s")
+        elif self._file is not None and self._file.exists():
+            self._file.unlink(missing_ok=True)
+            self.set("the stop file")
+        self._next_look = min(self._deadline, now + 1.0 if self._file is not None else math.inf)
 
     def set(self, name: str) -> None:
         self.signal = self.signal or name

@@ -22,7 +22,7 @@ from trainer.tracking import as_json
 GitAnswer = Callable[[], str | None]
 
 
-def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, Any], residency: str) -> list[str]:
+def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) -> list[str]:
     """One line a topic."""
     config, per_epoch = job.config, job.order.batches_per_epoch
     rates = "  ".join(f"{lr:.3g}" for _, lr in lr_plan(config, per_epoch))
@@ -32,7 +32,7 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, facts: dict[str, A
         else f"about {job.total_steps / per_epoch:.1f} epochs"
     )
     parameters = sum(parameter.numel() for parameter in job.model.parameters())
-    sizes = f"{facts['num_train']:,} train, {facts['num_eval']:,} eval, {facts['num_classes']} classes"
+    sizes = f"{job.facts['num_train']:,} train, {job.facts['num_eval']:,} eval, {job.facts['num_classes']} classes"
     threads = f"{counted(plan.threads_per_rank, 'thread')} a rank"
     return [
         f"data       {config.data.name}: {sizes}; {residency}",
@@ -113,7 +113,7 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any]) -> None:
     if result["best"]["top1"] > judged_top1(result["metrics"]):
         job.console.line(f"  best top-1 was {100 * result['best']['top1']:.2f} % at step {result['best']['step']}")
     if job.config.max_epochs is not None and job.state.skipped:
-        job.console.line(f"  the schedule ended {job.state.skipped} steps short: that many updates overflowed in fp16")
+        job.console.line(f"  the schedule ended {job.state.skipped} steps short: that many updates were skipped")
     job.console.line(f"done: {run_dir.path}  (tensorboard --logdir {run_dir.path.parent})")
 
 

@@ -19,7 +19,7 @@ from trainer.data.datasets import TensorSplit
 from trainer.data.resident import ResidentSource
 from trainer.evaluate import EvalResult, Evaluator, load_averaged
 from trainer.optim import averaged_tensors
-from trainer.run import cross_entropy_sum
+from trainer.losses import cross_entropy_sum
 from trainer.runtime import RunContext
 
 CPU = torch.device("cpu")

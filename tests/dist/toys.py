@@ -110,6 +110,31 @@ class Stops(_Hooked):
         return logits
 
 
+class _BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+class BadGradient(_Hooked):
+    """A finite loss whose gradient is not."""
+
+    def act(self, logits: Tensor) -> Tensor:
+        result: Tensor = _BadBackward.apply(logits)  # type: ignore[no-untyped-call]
+        return result
+
+
+class Spikes(_Hooked):
+    """A loss some hundred times as large as the others."""
+
+    def act(self, logits: Tensor) -> Tensor:
+        return logits * 1000
+
+
 class NotFinite(_Hooked):
     def act(self, logits: Tensor) -> Tensor:
         return logits * float("nan")

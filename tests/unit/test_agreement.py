@@ -45,7 +45,7 @@ def test_signals_are_no_part_of_the_model() -> None:
     images = torch.rand(4, 2)
     output, signals = WithSignals(model, 3, torch.float64)(images)
     assert torch.equal(output, model(images))
-    assert signals.shape == (5,)
+    assert signals.shape == (6,)
     assert signals.dtype == torch.float64
     assert set(model.state_dict()) == {"weight", "bias"}
 

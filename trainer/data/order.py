@@ -107,6 +107,11 @@ class Order:
     def batches_per_epoch(self) -> int:
         return steps_per_epoch(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
 
+    def global_batch(self, epoch: int, index: int) -> Tensor:
+        """Sample indices of a whole global batch, over all ranks."""
+        permutation = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
+        return permutation[index * self.global_batch_size :][: self.global_batch_size]
+
     def batches(self, epoch: int, first: int) -> Iterator[RankBatch]:
         """Batches from position (epoch, first) on, without end. A position in the middle costs nothing to reach."""
         while True:

@@ -1,0 +1,97 @@
+"""How an update went, known to all ranks alike: counted, dropped, gone back for, or the end of the run."""
+
+import math
+
+import torch
+
+from configs.errors import TrainingError
+from trainer.agreement import Agreed, agreed_from
+from trainer.data.order import RankBatch
+from trainer.guard import BadBatchError
+from trainer.job import Job, Pending
+
+# A scale that was halved this often in a row will not recover: 65536 is 0.002 by then.
+MAX_SKIPPED_IN_A_ROW = 25
+
+
+def must_settle(job: Job, batch: RankBatch) -> bool:
+    """Whether something may be due after this update, so that its outcome is wanted now. Always where that is free."""
+    assert job.pending is not None
+    # Only what all ranks know in common may decide, or they would stop at different steps.
+    if job.pending.outcome.is_ready or job.agreed.stop or job.agreed.save:
+        return True
+    step, config = job.state.step + 1, job.config
+    intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
+    ends = step == config.max_steps or batch.index == job.order.batches_per_epoch - 1
+    return ends or any(every is not None and step % every == 0 for every in intervals)
+
+
+def settle(job: Job) -> None:
+    """Read how the last update went and count it; act on a bad batch; stop if nothing is applied any more."""
+    pending, state = job.pending, job.state
+    if pending is None:
+        return
+    job.pending = None
+    if not pending.outcome.is_ready:
+        job.agreed = agreed_by(job, pending.outcome.read(), pending.num_samples)
+    if pending.flag is not None and pending.flag.read()[0]:
+        settle_bad(job, pending)
+        return
+    job.guard.note_loss(job.agreed.loss, state)
+    applied = pending.applied is None or bool(pending.applied.read()[0])
+    state.count(applied=applied, num_samples=pending.num_samples)
+    state.loss_count += pending.num_samples
+    state.epoch_loss_count += pending.num_samples
+    if state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise TrainingError(
+            f"{state.skipped_in_a_row} updates in a row overflowed in fp16 at step {state.step} (batch {state.batch}, "
+            f"lr {pending.lr:g}, scale {job.fp16_scale():g}); use mixed_precision: bf16 or no, or a lower optim.lr"
+        )
+
+
+def settle_bad(job: Job, pending: Pending) -> None:
+    """A bad batch left everything as it was: count it as dropped, or end, or go back, as the settings say."""
+    if job.guard.policy == "stop":
+        raise bad_loss(job, pending.lr)
+    reason = job.guard.reason(job.agreed, job.state)
+    if job.guard.policy == "rollback":
+        raise BadBatchError(reason)
+    job.state.count(applied=False, num_samples=pending.num_samples)
+    job.grad_norm = None
+    job.console.line(job.guard.drop(job.state, reason, job.order))
+
+
+def agreed_by(job: Job, values: list[float], num_samples: int) -> Agreed:
+    """What an outcome says: the ranks' reduced signals, or of one process its summed loss."""
+    if job.signals is not None:
+        return agreed_from(values)
+    bad = () if math.isfinite(values[0]) else (0,)
+    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), bad, values[0] / num_samples)
+
+
+def bad_loss(job: Job, lr: float) -> TrainingError:
+    """What all ranks raise when the loss of any was not finite, or a spike."""
+    if not job.agreed.bad_ranks:
+        return TrainingError(f"stopped at step {job.state.step}: {job.guard.reason(job.agreed, job.state)} (lr {lr:g})")
+    ranks = ", ".join(str(rank) for rank in job.agreed.bad_ranks)
+    scale = "" if job.context.scaler is None else f", scale {job.fp16_scale():g}"
+    bad = _first_bad_parameter(job)
+    where = f"; first parameter that is not finite: {bad}" if bad else ""
+    return TrainingError(
+        f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; "
+        "use a lower optim.lr, optim.max_grad_norm, or mixed_precision: bf16 or no"
+    )
+
+
+def stop_if_weights_bad(job: Job) -> None:
+    """Raise TrainingError rather than save weights that are not finite. They are equal on all ranks."""
+    if bool(torch.stack([parameter.isfinite().all() for parameter in job.model.parameters()]).all()):
+        return
+    raise TrainingError(
+        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {_first_bad_parameter(job)}; "
+        "they are not saved, the last checkpoint stands; use a lower optim.lr or optim.max_grad_norm"
+    )
+
+
+def _first_bad_parameter(job: Job) -> str | None:
+    return next((name for name, tensor in job.model.named_parameters() if not bool(tensor.isfinite().all())), None)
