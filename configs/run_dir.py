@@ -63,6 +63,10 @@ class AttemptDir:
     def pid(self, rank: int) -> Path:
         return self.path / f"pid-rank{rank}"
 
+    def samples(self, rank: int) -> Path:
+        """With log.sample_ids: a line for each batch that this rank trained on."""
+        return self.path / f"samples-rank{rank}.jsonl"
+
     def outcome(self, rank: int) -> Path:
         return self.path / f"outcome-rank{rank}.json"
 

@@ -222,6 +222,9 @@ class LogConfig(Section):
     every_steps: Count = Field(
         default=50, description="a point in TensorBoard and metrics.jsonl, the mean since the last point"
     )
+    sample_ids: bool = Field(
+        default=False, description="write which samples each batch trains on, to attempts/K/samples-rankR.jsonl"
+    )
     console_every_s: NonNegative = Field(
         default=5.0, description="seconds between console lines; a terminal shows a bar instead"
     )
@@ -257,7 +260,17 @@ class EarlyStoppingConfig(Section):
 
 
 FaultKind = Literal[
-    "sigkill", "exit", "raise", "hang", "slow", "nan", "oom", "sigterm", "sigstop", "corrupt_checkpoint"
+    "sigkill",
+    "sigkill_in_save",
+    "exit",
+    "raise",
+    "hang",
+    "slow",
+    "nan",
+    "oom",
+    "sigterm",
+    "sigstop",
+    "corrupt_checkpoint",
 ]
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Never
 import typer
 
 from configs.errors import ConfigError, EnvironmentProblem, LockstepError
+from configs.schema import FaultKind
 from launch.follow import say
 from launch.options import Options
 
@@ -126,6 +127,59 @@ def runs(runs_dir: RunsDir = RUNS) -> None:
     from launch.runs_table import render_runs
 
     say(render_runs(runs_dir))
+
+
+verify = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Prove on a configuration of your own what is promised."
+)
+app.add_typer(verify, name="verify")
+Kills = Annotated[int, typer.Option("--kills", min=1, help="how often the run is killed")]
+Seed = Annotated[int, typer.Option("--seed", help="of the steps at which it is killed")]
+Nprocs = Annotated[str, typer.Option("--nproc", metavar="N,N,...", help="numbers of processes to compare")]
+Only = Annotated[FaultKind | None, typer.Option("--only", help="try faults of this kind only")]
+HangTimeout = Annotated[
+    float, typer.Option("--hang-timeout", min=1.0, help="seconds after which a step counts as hung")
+]
+
+
+@verify.command("resume")
+def verify_resume(
+    config: Config,
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    kills: Kills = 4,
+    seed: Seed = 0,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Kill a run at random steps and in its saves; it must end with the bits of one that was not killed."""
+    from launch.verify import commands
+
+    _exit(commands.resume(config, Options(overrides or (), nproc, runs=runs_dir), kills, seed))
+
+
+@verify.command("topology")
+def verify_topology(
+    config: Config, overrides: Overrides = None, nprocs: Nprocs = "1,2,4", runs_dir: RunsDir = RUNS
+) -> None:
+    """Run it on several numbers of processes in float64: the same samples, weights and losses within 1e-10."""
+    from launch.verify import commands
+
+    _exit(commands.topology(config, Options(overrides or (), runs=runs_dir), nprocs))
+
+
+@verify.command("faults")
+def verify_faults(
+    config: Config,
+    overrides: Overrides = None,
+    nproc: Nproc = "2",
+    hang_timeout_s: HangTimeout = 20.0,
+    only: Only = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Inject every fault there is into runs of it, and check what is printed, lost and gone on with."""
+    from launch.verify import commands
+
+    _exit(commands.faults(config, Options(overrides or (), nproc, runs=runs_dir), hang_timeout_s, only))
 
 
 def main() -> Never:

@@ -78,8 +78,21 @@ def _corrupt_checkpoint(_fault: FaultConfig, checkpoints: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _kill_in_save(_fault: FaultConfig, checkpoints: Path) -> None:
+    """Die when the next checkpoint has its first file written and is about to make sure of it. Linux only."""
+    sync = os.fsync
+
+    def fatal(descriptor: int) -> None:
+        if str(checkpoints.resolve()) in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(descriptor)
+
+    os.fsync = fatal  # type: ignore[assignment]  # its argument may be a file too; here it never is
+
+
 _FAULTS: dict[str, Callable[[FaultConfig, Path], None]] = {
     "sigkill": _signal(signal.SIGKILL),
+    "sigkill_in_save": _kill_in_save,
     "sigterm": _signal(signal.SIGTERM),
     "sigstop": _signal(signal.SIGSTOP),
     "exit": _exit,

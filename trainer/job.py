@@ -25,7 +25,7 @@ from trainer.optimizer import Optimizer
 from trainer.runtime import RunContext
 from trainer.state import TrainState
 from trainer.stop import StopFlag
-from trainer.tracking import NullTracker, Tracker
+from trainer.tracking import NullTracker, SampleLog, Tracker
 
 
 @dataclass
@@ -79,6 +79,8 @@ class Job:
     """Writes a checkpoint of this job; the flag says that it is the best so far."""
     facts: dict[str, Any]
     """What its checkpoints say of the run; a resume compares some of it."""
+    samples: SampleLog | None
+    """Where to write which samples are trained on; None where nobody asks."""
     faults: Faults | None
     """To be injected; None where there are none."""
     state: TrainState = field(default_factory=TrainState)

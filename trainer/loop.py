@@ -54,6 +54,8 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
         return
     if job.faults is not None:
         pieces = job.faults.strike(job.state.step, pieces)
+    if job.samples is not None:
+        job.samples.write(number_of(job, batch), [] if batch.is_dummy else batch.pieces)
     train_step(job, batch, pieces)
     if must_settle(job, batch):
         settle(job)

@@ -147,3 +147,15 @@ def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int,
             f"model.name: {config.name!r} is not one of {', '.join(BUILT_IN)}, torchvision/NAME or module:callable"
         )
     return load_callable(config.name, "model.name"), {"num_classes": num_classes} | config.args
+
+
+def rank_bound_layers(model: nn.Module) -> list[str]:
+    """Layers that make another number of processes another training: they see or draw what belongs to one rank."""
+    batch_norm, dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
+    found = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, batch_norm) and not isinstance(layer, nn.SyncBatchNorm):
+            found.append(f"{name} ({type(layer).__name__}: its statistics are those of a rank's part of the batch)")
+        elif isinstance(layer, dropout) and layer.p > 0:
+            found.append(f"{name} ({type(layer).__name__}: drawn by each rank)")
+    return found

@@ -33,13 +33,13 @@ from trainer.job import Job
 from trainer.loop import train
 from trainer.losses import LOSSES
 from trainer.metrics import LossWindow
-from trainer.models import build_model
+from trainer.models import build_model, rank_bound_layers
 from trainer.optim import Ema, averaged_tensors, build_optimizer
 from trainer.outcome import stop_if_weights_bad
 from trainer.rollback import roll_back
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.stop import StopFlag
-from trainer.tracking import NullTracker, Tracker
+from trainer.tracking import NullTracker, SampleLog, Tracker
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Run:
             num_classes=data.num_classes,
             channels_last=config.channels_last,
         )
-        facts = self._facts(context, data, batch.global_batch_size)
+        facts = self._facts(context, data, model, batch.global_batch_size)
         module, signals = prepare(context, model, compile_it=config.compile)
         self.job = job = Job(
             config=config,
@@ -216,6 +216,7 @@ class Run:
             stop=self.stop,
             save=self._save,
             facts=facts,
+            samples=SampleLog(self.attempt.samples(context.rank)) if config.log.sample_ids else None,
             faults=Faults(config.faults, context.rank, self.attempt.path.name, self.run_dir.checkpoints)
             if config.faults
             else None,
@@ -240,7 +241,7 @@ class Run:
             model = model.to(memory_format=torch.channels_last)
         return model.to(context.device)
 
-    def _facts(self, context: RunContext, data: Data, global_batch_size: int) -> dict[str, Any]:
+    def _facts(self, context: RunContext, data: Data, model: nn.Module, global_batch_size: int) -> dict[str, Any]:
         """What a checkpoint says of its run; resume.py compares some of it."""
         return {
             "config": self.plan.config.model_dump(mode="json"),
@@ -252,6 +253,7 @@ class Run:
             "drop_last": self.plan.config.drop_last,
             "dtype": self.plan.config.dtype,
             "optimizer": self.plan.config.optim.name,
+            "rank_bound_layers": rank_bound_layers(model),
             "world_size": context.world_size,
             "device": self.plan.device,
             "precision": context.precision,

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from torch import Tensor
+
 from configs.contract import write_atomically
 from configs.run_dir import RunDir
 
@@ -78,6 +80,18 @@ class Tracker:
             except (ValueError, KeyError, TypeError):  # the last line of a killed attempt may be cut short
                 continue
         write_atomically(path, "".join(kept))
+
+
+class SampleLog:
+    """Which samples this rank trained on, batch by batch, as it happens: a kill loses no line."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="ascii", buffering=1)  # noqa: SIM115  # open as long as the run
+
+    def write(self, batch: int, pieces: list[Tensor]) -> None:
+        """`batch` is the number since the start of the run, `pieces` are the sample indices of its micro-batches."""
+        ids = [index for piece in pieces for index in piece.tolist()]
+        self._file.write(json.dumps({"batch": batch, "sample_ids": ids}) + "\n")
 
 
 class NullTracker:

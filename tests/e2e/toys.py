@@ -1,9 +1,10 @@
-"""A network that waits where a test wants it to, named in configurations as `tests.e2e.toys:Held`."""
+"""Networks for the tests of the command line, named in configurations as `tests.e2e.toys:NAME`."""
 
 import os
 import time
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 
@@ -31,3 +32,16 @@ class Held(nn.Module):
         (self.folder / f"held-{self.rank}").touch()
         while not (self.folder / "go").exists():
             time.sleep(0.01)
+
+
+class Unkeyed(nn.Module):
+    """Its weights depend on when it was built, so no two runs are the same."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.register_buffer("shift", torch.tensor(time.time() % 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        return logits * (1 + self.shift)

@@ -1,0 +1,50 @@
+"""What the three commands do: check the configuration first, then prove."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from configs.errors import EXIT_DONE, ConfigError
+from configs.loader import load_config
+from configs.schema import FaultKind
+from launch.options import Options, parse_nproc
+from launch.verify.faults import verify_faults
+from launch.verify.resume import verify_resume
+from launch.verify.runs import Place, a_place
+from launch.verify.topology import verify_topology
+
+FLOAT64 = ("dtype=float64", "mixed_precision=no")
+
+
+def resume(config: Path, options: Options, kills: int, seed: int) -> int:
+    nproc = _number(options.nproc)
+    return _prove(config, options, (), lambda place: verify_resume(place, nproc, kills, seed))
+
+
+def topology(config: Path, options: Options, nprocs: str) -> int:
+    numbers = [_number(text) for text in nprocs.split(",")]
+    if len(numbers) < 2:
+        raise ConfigError(f"--nproc {nprocs}: give two numbers of processes or more to compare, such as 1,2,4")
+    return _prove(config, options, FLOAT64, lambda place: verify_topology(place, numbers))
+
+
+def faults(config: Path, options: Options, hang_timeout_s: float, only: FaultKind | None) -> int:
+    nproc = _number(options.nproc)
+    return _prove(config, options, (), lambda place: verify_faults(place, nproc, hang_timeout_s, only))
+
+
+def _prove(config: Path, options: Options, settings: Sequence[str], proof: Callable[[Place], int]) -> int:
+    """Keeps the runs of a proof that fails."""
+    settings = (*options.overrides, *settings)
+    origins = load_config(config, settings).origins
+    own_interval = any(origins[f"checkpoint.every_{unit}"] != "default" for unit in ("steps", "minutes"))
+    with a_place(config, options.cwd / options.runs, settings, has_own_interval=own_interval) as place:
+        code = proof(place)
+        place.keep = code != EXIT_DONE
+        return code
+
+
+def _number(text: str | None) -> int:
+    nproc = parse_nproc(text)
+    if nproc == "auto":
+        raise ConfigError("--nproc auto: give a number; a proof must know it")
+    return nproc

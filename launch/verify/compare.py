@@ -1,0 +1,87 @@
+"""What is equal in two runs, and what is not, in words."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from launch.verify.runs import Ended
+
+CLOCKS = ("wall_s", "versions", "config", "time")
+"""Of a checkpoint's state.json: measured, or different on purpose."""
+
+
+def bits(one: Ended, other: Ended) -> list[str]:
+    """Differences in the bits of the last checkpoint, the exported weights, the metrics and the samples."""
+    return [*checkpoints(one, other), *exports(one, other), *metrics(one, other), *samples(one, other)]
+
+
+def checkpoints(one: Ended, other: Ended) -> list[str]:
+    first, second = one.checkpoint, other.checkpoint
+    if first is None or second is None or first.name != second.name:
+        return [f"the last checkpoint is {_name(first)} and {_name(second)}"]
+    names = sorted({path.name for folder in (first, second) for path in folder.glob("*.safetensors")})
+    differing = [name for name in names if _digest(first / name) != _digest(second / name)]
+    left, right = _comparable(one.state()), _comparable(other.state())
+    keys = [key for key in left.keys() | right.keys() if left.get(key) != right.get(key)]
+    return [f"{first.name}/{name} differs" for name in differing] + [
+        f"state.json: {key} differs" for key in sorted(keys)
+    ]
+
+
+def exports(one: Ended, other: Ended) -> list[str]:
+    same = _digest(one.run.weights) == _digest(other.run.weights)
+    return [] if same else ["model.safetensors differs"]
+
+
+def metrics(one: Ended, other: Ended) -> list[str]:
+    left, right = one.metrics(), other.metrics()
+    if left == right:
+        return []
+    for first, second in zip(left, right, strict=False):
+        if first != second:
+            key = next(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+            return [f"metrics.jsonl: {key} at step {first['step']} is {first.get(key)} and {second.get(key)}"]
+    return [f"metrics.jsonl has {len(left)} and {len(right)} points"]
+
+
+def samples(one: Ended, other: Ended) -> list[str]:
+    """The samples of each of `one`'s batches, and that no replay had other ones."""
+    (left, replayed), (right, replayed_too) = one.samples(), other.samples()
+    if replayed or replayed_too:
+        return [f"batch {(replayed or replayed_too)[0]} had other samples when it was replayed"]
+    differing = [batch for batch in sorted(left) if left[batch] != right.get(batch)]
+    return [f"the samples of batch {differing[0]} differ"] if differing else []
+
+
+def distances(one: Ended, other: Ended) -> dict[str, float]:
+    """Largest absolute difference in each tensor of the exported weights; infinite where one has no such tensor."""
+    # Without torch, which the launcher never imports.
+    from safetensors.numpy import load_file
+
+    left, right = load_file(one.run.weights), load_file(other.run.weights)
+    missing = dict.fromkeys(left.keys() ^ right.keys(), float("inf"))
+    shared = left.keys() & right.keys()
+    return missing | {name: float(abs(left[name] - right[name]).max(initial=0)) for name in sorted(shared)}
+
+
+def describe(ended: Ended) -> str:
+    """What was compared, with its numbers."""
+    folder = ended.checkpoint
+    files = [] if folder is None else sorted(path.stem for path in folder.glob("*.safetensors"))
+    points, batches = len(ended.metrics()), len(ended.samples()[0])
+    return f"{', '.join(files)}; {points} points of metrics; the samples of {batches} batches"
+
+
+def _comparable(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if key not in CLOCKS}
+
+
+def _name(path: Path | None) -> str:
+    return "missing" if path is None else path.name
+
+
+def _digest(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

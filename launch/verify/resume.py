@@ -1,0 +1,43 @@
+"""`verify resume`: a run that is killed again and again ends with the bits of one that was not."""
+
+import random
+
+from configs.errors import EXIT_DONE, EXIT_TRAINING, TrainingError
+from launch.verify import compare
+from launch.verify.runs import Place
+from launch.verify.table import Row, Table
+
+Kill = tuple[str, int, int]
+"""(kind of fault, rank, step)"""
+
+
+def verify_resume(place: Place, nproc: int, kills: int, seed: int) -> int:
+    """Returns the exit code. Raises TrainingError if the run does not work without being killed."""
+    whole = place.reference(nproc)
+    steps = int(whole.state()["train_state"]["step"])
+    planned = draw_kills(random.Random(seed), steps, nproc, kills)  # noqa: S311  # where to kill is no secret
+    settings = [as_setting(planned), *place.frequent_checkpoints(steps)]
+    table = Table("kill")
+    for kind, rank, step in planned:
+        cut = place.train("cut", *settings, nproc=nproc)
+        happened = f"exit {cut.code}, newest checkpoint {'none' if cut.checkpoint is None else cut.checkpoint.name}"
+        problems = cut.unlike(EXIT_TRAINING) + cut.lost()
+        table.add(Row(f"{kind} of rank {rank} at step {step}", "exit 1, nothing lost", happened, problems))
+    cut = place.train("cut", *settings, nproc=nproc)
+    problems = cut.unlike(EXIT_DONE) or compare.bits(whole, cut)
+    happened = "another run" if problems else f"equal: {compare.describe(whole)}"
+    table.add(Row(f"the end at step {steps}", "the bits of an uninterrupted run", happened, problems))
+    return table.conclude()
+
+
+def draw_kills(chance: random.Random, steps: int, nproc: int, number: int) -> list[Kill]:
+    """In the order of their steps, so that each start reaches its own; every second one in the middle of a save."""
+    if steps < 2:
+        raise TrainingError(f"a run of {steps} step cannot be killed within; make it 2 steps or longer")
+    at = sorted(chance.randrange(steps) for _ in range(number))
+    return [("sigkill_in_save" if i % 2 else "sigkill", chance.randrange(nproc), step) for i, step in enumerate(at)]
+
+
+def as_setting(kills: list[Kill]) -> str:
+    faults = (f"{{kind: {k}, rank: {r}, step: {s}, attempt: {n}}}" for n, (k, r, s) in enumerate(kills, start=1))
+    return f"faults=[{', '.join(faults)}]"
