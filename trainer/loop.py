@@ -10,7 +10,7 @@ from torch import Tensor
 
 from configs.errors import ConfigError, TrainingError
 from trainer.agreement import Agreed, HostCopy, agreed_from, signal_values
-from trainer.boundary import at_boundary
+from trainer.boundary import at_boundary, saves_first_step
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
 from trainer.faults import Pieces
@@ -231,4 +231,4 @@ def _must_settle(job: Job, batch: RankBatch) -> bool:
     step, config = job.state.step + 1, job.config
     intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
     ends = step == config.max_steps or batch.index == job.order.batches_per_epoch - 1
-    return ends or any(every is not None and step % every == 0 for every in intervals)
+    return ends or saves_first_step(job, step) or any(every is not None and step % every == 0 for every in intervals)

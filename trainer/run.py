@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.contract import WorkerPlan, write_atomically
-from configs.derive import plan_batches
 from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from configs.schema import LossConfig
@@ -73,6 +72,7 @@ class Run:
             job.console.line(line)
         if context.is_rank_zero:
             job.tracker = Tracker(self.run_dir, job.state.logged_until(), json.dumps(facts["config"], indent=1))
+            write_atomically(self.attempt.resumed, json.dumps({"checkpoint": last, "step": job.state.step}))
         try:
             is_finished, result = self._train(job, commit)
         finally:
@@ -137,7 +137,7 @@ class Run:
         Returns (job, facts for its checkpoints, plan screen)."""
         config, device = self.plan.config, context.device
         check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
-        batch = plan_batches(config, context.world_size)
+        batch = self.plan.batches
         data = context.together(lambda: load_data(config.data))
         shape = image_shape(data)
         sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
