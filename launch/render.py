@@ -107,7 +107,7 @@ def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
 def _probed_batch(plan: LaunchPlan, probe: Mapping[str, float] | None) -> dict[str, str]:
     if not probe or "largest_micro_batch" not in probe:
         return {}
-    size, how = int(probe["largest_micro_batch"]), "by an estimate" if probe["is_estimate"] else "tried on the GPU"
+    size, how = int(probe["largest_micro_batch"]), "by an estimate" if probe["is_estimate"] else "as tried"
     if size == 0:
         return {"fits": f"not one sample at a time, {how}; use a smaller network or more memory"}
     if size >= probe["share"]:

@@ -214,10 +214,10 @@ def test_an_evaluation_is_not_told_what_fits_in_training() -> None:
 @pytest.mark.parametrize(
     ("largest", "is_estimate", "text"),
     [
-        (48, False, "48 samples at a time, tried on the GPU: max_per_device_batch_size=48 (accumulation 3)"),
+        (48, False, "48 samples at a time, as tried: max_per_device_batch_size=48 (accumulation 3)"),
         (1, True, "1 sample at a time, by an estimate: max_per_device_batch_size=1 (accumulation 128)"),
         (128, True, "a rank's whole share of 128 samples at a time, by an estimate; nothing to set"),
-        (0, False, "not one sample at a time, tried on the GPU; use a smaller network or more memory"),
+        (0, False, "not one sample at a time, as tried; use a smaller network or more memory"),
     ],
 )
 def test_the_probed_micro_batch_is_told_with_the_setting(largest: int, is_estimate: bool, text: str) -> None:
