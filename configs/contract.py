@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
+from configs.derive import BatchPlan, plan_batches
 from configs.schema import RunConfig
+
+OUT_OF_MEMORY = "OutOfMemoryError"
+"""Kind of an outcome; the launcher goes on with smaller micro-batches."""
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -42,6 +46,12 @@ class WorkerPlan:
     """Seconds since the epoch when the launcher was started; max_time_s counts from there. 0 = not known."""
     checkpoint: str = "best"
     """What `eval` loads: best, last, or a step number."""
+    max_micro_batch: int | None = None
+    """Samples per forward pass that the launcher allows, since more ran out of memory; None: what the config says."""
+
+    @property
+    def batches(self) -> BatchPlan:
+        return plan_batches(self.config, self.world_size, self.max_micro_batch)
 
     def save(self, path: Path, **facts: Any) -> None:
         """Write the plan; `facts` (command, environment) are for the reader of the file only."""

@@ -40,8 +40,11 @@ class BatchPlan:
         return arithmetic if self.is_even else f"{arithmetic}, cut into uneven slices (exact all the same)"
 
 
-def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
-    """Cut the global batch for `world_size` ranks. Raises ConfigError if a rank would never get a sample."""
+def plan_batches(config: RunConfig, world_size: int, max_micro_batch: int | None = None) -> BatchPlan:
+    """Cut the global batch for `world_size` ranks; `max_micro_batch` is what fits, where that was found out.
+
+    Raises ConfigError if a rank would never get a sample.
+    """
     if config.global_batch_size is not None:
         total = config.global_batch_size
     else:
@@ -53,7 +56,8 @@ def plan_batches(config: RunConfig, world_size: int) -> BatchPlan:
             f"use global_batch_size={world_size} or more, or no more than {total} of them"
         )
     max_slice = -(-total // world_size)
-    accumulation = -(-max_slice // (config.max_per_device_batch_size or max_slice))
+    cap = min(config.max_per_device_batch_size or max_slice, max_micro_batch or max_slice)
+    accumulation = -(-max_slice // cap)
     return BatchPlan(total, world_size, max_slice, -(-max_slice // accumulation), accumulation)
 
 

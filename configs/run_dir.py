@@ -57,6 +57,16 @@ class AttemptDir:
         """Written by the launcher before it signals the ranks; a rank that is still starting finds it here."""
         return self.path / "stop.json"
 
+    @property
+    def resumed(self) -> Path:
+        """Written by rank 0 when training begins: the checkpoint that it goes on from, and its step."""
+        return self.path / "resumed.json"
+
+    @property
+    def restart(self) -> Path:
+        """Written by the launcher where it started this attempt by itself: after what, and at what cost."""
+        return self.path / "restart.json"
+
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"
 
@@ -110,6 +120,11 @@ class RunDir:
     def bad_batches(self) -> Path:
         """A line with the sample ids of each batch that was left out because its loss or gradient was bad."""
         return self.path / "bad_batches.jsonl"
+
+    @property
+    def micro_batch(self) -> Path:
+        """How many samples a forward pass may have, once more ran out of memory; to be deleted by who knows better."""
+        return self.path / "micro_batch.json"
 
     @property
     def weights(self) -> Path:

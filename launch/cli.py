@@ -36,6 +36,7 @@ NodeRank = Annotated[int, typer.Option("--node-rank", min=0, help="which of them
 Endpoint = Annotated[str | None, typer.Option("--rdzv-endpoint", metavar="HOST:PORT", help="where they meet: node 0")]
 LocalAddr = Annotated[str | None, typer.Option("--local-addr", help="this node's address for the others")]
 Probe = Annotated[bool, typer.Option("--probe", help="also measure parameters, checkpoint, one step (imports torch)")]
+ProbeBatch = Annotated[bool, typer.Option("--probe-batch", help="also find the largest micro-batch that fits")]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="which one to evaluate")]
 
 RUNS = Path("runs")
@@ -76,6 +77,7 @@ def plan(
     fresh: Fresh = False,
     allow_changes: AllowChanges = False,
     probe: Probe = False,
+    probe_batch: ProbeBatch = False,
     runs_dir: RunsDir = RUNS,
     nnodes: Nnodes = 1,
     node_rank: NodeRank = 0,
@@ -83,12 +85,14 @@ def plan(
     local_addr: LocalAddr = None,
 ) -> None:
     """Print what `train` would do: commands, environment, settings and where they come from, arithmetic."""
+    from launch import probe as probing
     from launch import start
 
     options = Options(
         overrides or (), nproc, launcher, name, fresh, allow_changes, runs_dir, nnodes, node_rank, endpoint, local_addr
     )
-    _exit(start.show_plan(config, options, probe=probe))
+    wanted = ((probing.probe, probe), (probing.probe_batch, probe_batch))
+    _exit(start.show_plan(config, options, probes=[ask for ask, is_wanted in wanted if is_wanted]))
 
 
 @app.command()

@@ -12,10 +12,11 @@ from configs.contract import WorkerPlan
 from configs.derive import counted, plan_batches, steps_per_epoch
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import KNOWN_DATA
-from configs.run_dir import AttemptDir
+from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
 from launch import backends
 from launch.backends import Rendezvous
+from launch.follow import shown
 from launch.topology import Topology
 
 Device = Literal["cuda", "cpu", "mps"]
@@ -53,6 +54,8 @@ class Request:
     started: float = 0.0
     """Seconds since the epoch when the command was given; a restart keeps it."""
     worker: str = "trainer"
+    max_micro_batch: int | None = None
+    """What the run remembers to fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         terminal=request.terminal,
         started=request.started,
         checkpoint=request.checkpoint,
+        max_micro_batch=request.max_micro_batch,
     )
     return LaunchPlan(
         worker=worker,
@@ -118,7 +122,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         files=_files(worker),
         attempt=request.attempt,
         cwd=request.cwd,
-        warnings=_warnings(config, topology, nproc),
+        warnings=[*_warnings(config, topology, nproc), *_memory_note(worker, request)],
     )
 
 
@@ -164,6 +168,11 @@ def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, requ
         problems.append(
             f"--launcher accelerate cannot run {nproc} processes on a CPU: Accelerate 1.15 starts one process there, "
             "whatever is asked; use --launcher torchrun"
+        )
+    if config.launch.max_restarts and nnodes > 1:
+        problems.append(
+            f"launch.max_restarts: {config.launch.max_restarts} is for one node: the launchers of several would judge "
+            "by different failures and wait for each other; use launch.max_restarts=0 and have the scheduler start all"
         )
     if config.sync_batchnorm and device != "cuda":
         problems.append(f"sync_batchnorm: true is for GPUs and the device is {device}; use sync_batchnorm: false")
@@ -257,6 +266,15 @@ def _device_line(worker: WorkerPlan, topology: Topology, nnodes: int) -> str:
     over = " over gloo" if worker.world_size > 1 else ""
     reason = f"no GPU is visible ({topology.gpu_reason})" if topology.gpu_reason else "device=cpu"
     return f"{counted(nproc, 'CPU process')}{nodes}{over}: {reason}"
+
+
+def _memory_note(worker: WorkerPlan, request: Request) -> list[str]:
+    """What is remembered of an earlier attempt, where it changes anything."""
+    if worker.mode == "eval" or worker.batches == plan_batches(worker.config, worker.world_size):
+        return []
+    file = shown(RunDir(request.attempt.path.parent.parent).micro_batch, request.cwd)
+    size = counted(worker.max_micro_batch or 0, "sample")
+    return [f"micro-batches of at most {size}: more ran out of memory, says {file}; delete it to forget"]
 
 
 def _warnings(config: RunConfig, topology: Topology, nproc: int) -> list[str]:

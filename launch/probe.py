@@ -1,4 +1,4 @@
-"""`plan --probe`: one helper process with torch measures what the launcher cannot know."""
+"""`plan --probe` and `--probe-batch`: one helper process with torch measures what the launcher cannot know."""
 
 import json
 import tempfile
@@ -12,11 +12,21 @@ from launch.preflight import run_helper
 
 
 def probe(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "trainer") -> dict[str, Any]:
-    """Parameters, checkpoint bytes, one step's time and memory, samples; from a helper that leaves no run folder."""
+    """Parameters, checkpoint bytes, one step's time and memory, samples."""
+    return _ask("--probe", plan, environ, worker)
+
+
+def probe_batch(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "trainer") -> dict[str, Any]:
+    """The largest micro-batch that fits in memory, a rank's share of the batch, and whether it is an estimate."""
+    return _ask("--probe-batch", plan, environ, worker)
+
+
+def _ask(what: str, plan: LaunchPlan, environ: Mapping[str, str], worker: str) -> dict[str, Any]:
+    """The answer of a helper that leaves no run folder."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         plan_file = Path(folder) / "plan.json"
         plan.worker.save(plan_file)
-        command = [plan.argv[0], "-m", f"{worker}.prepare", "--probe", str(plan_file)]
+        command = [plan.argv[0], "-m", f"{worker}.prepare", what, str(plan_file)]
         code, text = run_helper(command, plan, environ, capture=True)
     if code != 0:
         raise _error_for(code)

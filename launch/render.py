@@ -30,13 +30,13 @@ def render_plan(
         "processes": plan.device_line,
         "threads": f"{plan.worker.threads_per_rank} per process ({plan.threads_note})",
         "precision": _precision(plan, topology),
-        "batch": plan_batches(config, plan.worker.world_size).describe(),
+        "batch": plan.worker.batches.describe(),
         "steps": _steps(plan, num_train),
         "learning rate": _learning_rates(plan, num_train),
         "data": _data(config),
         "time limits": f"stop {config.launch.grace_s:g} s, collectives {config.launch.collective_timeout_s:g} s",
     }
-    lines = [f"{name:<14} {value}" for name, value in (facts | _probed(probe)).items()]
+    lines = [f"{name:<14} {value}" for name, value in (facts | _probed(probe) | _probed_batch(plan, probe)).items()]
     lines += [f"{'note':<14} {warning}" for warning in plan.warnings]
     return "\n".join([*lines, "", *_command(plan), "", *_environment(plan), "", *_config(config, origins)])
 
@@ -57,7 +57,7 @@ def _num_train(config: RunConfig, probe: Mapping[str, float] | None) -> int | No
 
 
 def _per_epoch(plan: LaunchPlan, num_train: int) -> int:
-    total = plan_batches(plan.config, plan.worker.world_size).global_batch_size
+    total = plan.worker.batches.global_batch_size
     return steps_per_epoch(num_train, total, drop_last=plan.config.drop_last)
 
 
@@ -94,7 +94,7 @@ def _data(config: RunConfig) -> str:
 
 
 def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
-    if probe is None:
+    if not probe or "parameters" not in probe:
         return {}
     return {
         "parameters": f"{int(probe['parameters']):,}",
@@ -102,6 +102,19 @@ def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
         "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
         "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
     }
+
+
+def _probed_batch(plan: LaunchPlan, probe: Mapping[str, float] | None) -> dict[str, str]:
+    if not probe or "largest_micro_batch" not in probe:
+        return {}
+    size, how = int(probe["largest_micro_batch"]), "by an estimate" if probe["is_estimate"] else "as tried"
+    if size == 0:
+        return {"fits": f"not one sample at a time, {how}; use a smaller network or more memory"}
+    if size >= probe["share"]:
+        return {"fits": f"a rank's whole share of {counted(size, 'sample')} at a time, {how}; nothing to set"}
+    batches = plan_batches(plan.config, plan.worker.world_size, size)
+    accumulation = f"accumulation {batches.gradient_accumulation_steps}"
+    return {"fits": f"{counted(size, 'sample')} at a time, {how}: max_per_device_batch_size={size} ({accumulation})"}
 
 
 def _command(plan: LaunchPlan) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.contract import Outcome
+from configs.contract import OUT_OF_MEMORY, Outcome
 from configs.errors import (
     EXIT_CONFIG,
     EXIT_DONE,
@@ -21,7 +21,8 @@ from configs.errors import (
 from configs.run_dir import AttemptDir, RunDir, step_name
 from launch.follow import shown
 from launch.plan import LaunchPlan
-from launch.run_folder import newest_step
+from launch.restart import Failure
+from launch.run_folder import newest_step, step_heard_of
 from launch.signals import exit_code_of, signal_words
 from launch.supervise import Ending, load_outcome, read_pids
 
@@ -31,6 +32,7 @@ AGENT_REPORT = re.compile(
 ACCELERATE_REPORT = re.compile(r"returned non-zero exit status (\d+)|died with <Signals\.\w+: (\d+)>")
 ERROR_LINE = re.compile(r"(?:[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*|Fatal Python error.*|.*No module named.*)")
 TAIL_BYTES = 16_384
+HINT = "hint: "
 USER_ERRORS = (ConfigError.kind, CheckpointError.kind)
 
 
@@ -41,6 +43,17 @@ class Verdict:
     exit_code: int
     lines: list[str]
     to_stderr: bool = True
+    failure: Failure | None = None
+    """What a restart is judged by; None where nothing failed."""
+
+    @property
+    def facts(self) -> list[str]:
+        return [line for line in self.lines if not line.startswith(HINT)]
+
+    @property
+    def hints(self) -> list[str]:
+        """What to do by hand."""
+        return [line for line in self.lines if line.startswith(HINT)]
 
 
 def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
@@ -58,7 +71,9 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
         return _failed(plan, first, pids, _others(ended, first.rank), hint)
     if plan.worker.launcher != "direct" and ending.child_code < 0 and ending.killed is None:
         line = f"FAILED: {plan.worker.launcher} was {signal_words(ending.child_code)}; its ranks ended with it"
-        return Verdict(EXIT_TRAINING, [line, f"log: {shown(attempt.agent_log, plan.cwd)}", *hint])
+        said = f"{plan.worker.launcher} was {signal_words(ending.child_code)}"
+        failure = _failure(plan, ended, said, said)
+        return Verdict(EXIT_TRAINING, [line, f"log: {shown(attempt.agent_log, plan.cwd)}", *hint], failure=failure)
     if ending.died:
         return _died(plan, ending, pids, ended, hint)
     if ending.killed in ("grace", "second Ctrl-C", "nothing to save") and len(ended) < len(outcomes):
@@ -73,6 +88,13 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     return Verdict(EXIT_DONE, [], to_stderr=False)
 
 
+def stopped_between(name: str, newest: int | None, resume_command: str) -> Verdict:
+    """A stop signal came when an attempt had failed and the next one had not begun."""
+    place = "no checkpoint" if newest is None else f"checkpoint {step_name(newest)}"
+    line = f"stopped by {name} before the restart; {place}; go on with: {resume_command}"
+    return Verdict(exit_code_of(name), [line], to_stderr=False)
+
+
 def problem_lines(error: LockstepError) -> list[str]:
     """`config error: ...`, once for each problem."""
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
@@ -83,14 +105,27 @@ def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequ
     code = first.exit_code or EXIT_TRAINING
     kind, message = first.kind or "error", (first.message or "").strip()
     log = f"log: {shown(plan.attempt.rank_log(first.rank), plan.cwd)}"
-    if kind in USER_ERRORS:
-        return Verdict(code, [f"{kind}: {line}" if line[:1].strip() else line for line in message.splitlines()])
-    if kind == EnvironmentProblem.kind:
-        return Verdict(code, [f"{kind}: {message} ({_rank(plan, first.rank, {})}{_at(first)})", log, *hint])
     cause = message if kind in (TrainingError.kind, "peer") else f"{kind}: {message}" if message else kind
+    failure = Failure(kind, cause.partition("\n")[0], first.rank, first.step, exit_code=code)
+    if kind in USER_ERRORS:
+        lines = [f"{kind}: {line}" if line[:1].strip() else line for line in message.splitlines()]
+        return Verdict(code, lines, failure=failure)
+    if kind == EnvironmentProblem.kind:
+        lines = [f"{kind}: {message} ({_rank(plan, first.rank, {})}{_at(first)})", log, *hint]
+        return Verdict(code, lines, failure=failure)
     where = f" ({first.where})" if first.where and kind != TrainingError.kind else ""
     lines = [f"FAILED: {_rank(plan, first.rank, pids)}{_at(first)}: {cause}{where}", *_because(others), log]
-    return Verdict(code, lines + (_memory_hint(message) or hint))
+    return Verdict(code, lines + (_memory_hint(plan, first) or hint), failure=failure)
+
+
+def _failure(
+    plan: LaunchPlan, ended: Sequence[Outcome], kind: str, said: str, rank: int | None = None, code: int = EXIT_TRAINING
+) -> Failure:
+    """Of what left no outcome itself: the step is that of the others, who waited for it, or what was last heard of."""
+    steps = [outcome.step for outcome in ended if outcome.step is not None]
+    run = RunDir(plan.attempt.path.parent.parent)
+    step = max(steps) if steps else step_heard_of(run, plan.attempt)
+    return Failure(kind, said, rank, step, is_at_least=not steps and step is not None, exit_code=code)
 
 
 def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequence[Outcome], hint: list[str]) -> Verdict:
@@ -107,7 +142,8 @@ def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequenc
     lines = [f"FAILED: {_rank(plan, first, pids)}: {cause}", *([f"its last line: {last}"] if last else [])]
     code = codes[first] if codes.get(first) in (EXIT_CONFIG, EXIT_ENVIRONMENT) else EXIT_TRAINING
     because = _because(_others(ended, first))
-    return Verdict(code, [*lines, *because, f"log: {shown(log, plan.cwd)}", *hint])
+    failure = _failure(plan, ended, _kind(last, codes.get(first, 0)) or cause, cause, first, code)
+    return Verdict(code, [*lines, *because, f"log: {shown(log, plan.cwd)}", *hint], failure=failure)
 
 
 def _never_started(plan: LaunchPlan, ending: Ending) -> Verdict:
@@ -121,7 +157,14 @@ def _never_started(plan: LaunchPlan, ending: Ending) -> Verdict:
     if plan.nnodes > 1:
         this = f"this was node {plan.node_rank} of {plan.nnodes}"
         lines.append(f"hint: {this}; start all of them, with the same --nnodes, --rdzv-endpoint and --run-name")
-    return Verdict(EXIT_TRAINING, lines)
+    words = signal_words(ending.child_code)
+    failure = _failure(plan, [], _kind(last, ending.child_code) or words, f"{who} ended before any rank, {words}")
+    return Verdict(EXIT_TRAINING, lines, failure=failure)
+
+
+def _kind(last_line: str | None, exit_code: int) -> str | None:
+    """The class of the error that a process without an outcome ended with; None if it was killed or said none."""
+    return last_line.partition(":")[0] if last_line and exit_code >= 0 and ERROR_LINE.fullmatch(last_line) else None
 
 
 def _killed_while_stopping(plan: LaunchPlan, ending: Ending, hint: list[str]) -> Verdict:
@@ -170,8 +213,9 @@ def _resume_hint(attempt: AttemptDir, resume_command: str) -> list[str]:
     return [] if newest is None else [f"hint: go on from {step_name(newest)} with: {resume_command}"]
 
 
-def _memory_hint(message: str) -> list[str]:
-    if "out of memory" not in message.lower() and "can't allocate memory" not in message.lower():
+def _memory_hint(plan: LaunchPlan, first: Outcome) -> list[str]:
+    """Where a smaller micro-batch can help: not before training, and not below one sample."""
+    if first.kind != OUT_OF_MEMORY or first.step is None or plan.worker.batches.max_micro_batch == 1:
         return []
     return ["hint: max_per_device_batch_size=N accumulates smaller micro-batches; the results stay the same"]
 

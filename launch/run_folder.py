@@ -1,6 +1,7 @@
 """Which folder a run gets, who may use it, and whether what lies there may go on."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -15,6 +16,7 @@ from configs.contract import write_atomically
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.run_dir import STEP_FOLDER, AttemptDir, RunDir, checked_run_name
 from configs.schema import RunConfig
+from launch.restart import Restart
 
 LOCK_PATIENCE_S = 0.3
 """`runs` asks for a lock only to see whether it is held, and lets go at once."""
@@ -158,6 +160,42 @@ def newest_step(run: RunDir) -> int | None:
     """Of the checkpoints, by name only: whether it is whole, the ranks find out."""
     names = (STEP_FOLDER.fullmatch(path.name) for path in run.checkpoints.glob("*"))
     return max((int(name[1]) for name in names if name), default=None)
+
+
+def step_heard_of(run: RunDir, attempt: AttemptDir) -> int | None:
+    """A step that this attempt, the run's newest, has reached at least; None if it had not begun to train."""
+    resumed = read_json(attempt.resumed).get("step")
+    if not isinstance(resumed, int):
+        return None
+    with contextlib.suppress(OSError):
+        for line in reversed(run.metrics.read_text(encoding="utf-8", errors="replace").splitlines()):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # the kill may have cut the last line short
+                return max(resumed, int(json.loads(line)["step"]))
+    return resumed
+
+
+def remembered_micro_batch(run: RunDir) -> int | None:
+    """What an earlier attempt found to fit in memory; None if none ran out of it."""
+    size = read_json(run.micro_batch).get("max_micro_batch")
+    return size if isinstance(size, int) and size >= 1 else None
+
+
+def remember_micro_batch(run: RunDir, size: int, why: str) -> None:
+    write_atomically(run.micro_batch, json.dumps({"max_micro_batch": size, "why": why}, indent=1))
+
+
+def settle_restart(restart: Restart, attempt: AttemptDir) -> Restart:
+    """With the checkpoint that the ranks of `attempt` did go on from: the newest one may have been damaged."""
+    resumed = read_json(attempt.resumed)
+    if not resumed:
+        return restart
+    settled = dataclasses.replace(restart, checkpoint_step=resumed["step"] if resumed["checkpoint"] else None)
+    record_restart(settled, attempt)
+    return settled
+
+
+def record_restart(restart: Restart, attempt: AttemptDir) -> None:
+    write_atomically(attempt.restart, json.dumps(restart.facts(), indent=1))
 
 
 def last_plan(run: RunDir) -> dict[str, Any]:

@@ -19,6 +19,7 @@ SIGNAL_WORDS = {
 
 # `timeout` signals a process and then its group: one Ctrl-C may arrive twice within microseconds.
 SAME_CTRL_C_S = 0.2
+WAIT_POLL_S = 0.05
 
 
 class StopRequested(BaseException):
@@ -73,6 +74,12 @@ class StopSignals:
             self.force = self.force or (self.name is not None and now - self._last_ctrl_c > SAME_CTRL_C_S)
             self._last_ctrl_c = now
         self.name = self.name or signal.Signals(number).name
+
+    def wait(self, seconds: float) -> None:
+        """Sleep; a stop signal ends it."""
+        end = time.monotonic() + seconds
+        while self.name is None and time.monotonic() < end:
+            time.sleep(max(0.0, min(WAIT_POLL_S, end - time.monotonic())))
 
     def note(self) -> None:
         """From now on note stop signals instead of acting on them."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,11 +18,15 @@ from launch.follow import say, shown
 from launch.meeting import meeting_folder
 from launch.options import ROOT, Options, parse_checkpoint, parse_nodes, parse_nproc, together
 from launch.plan import LaunchPlan, Request, plan_launch
+from launch.report import Verdict, conclude, stopped_between
+from launch.restart import Failure, Restart, judge, summary
 from launch.run_folder import NameRequest
 from launch.signals import StopSignals, ignore_stops
+from launch.supervise import run_attempt
 from launch.topology import Topology, detect_topology, find_torch_version
 
 PLACEHOLDER = Path("/tmp/lockstep-XXXXXXXX")  # noqa: S108 - shown by `plan`, never opened
+Probe = Callable[[LaunchPlan, Mapping[str, str], str], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ def resume(name: str, options: Options) -> int:
     return _start(_plan_training(lambda: load_config(run.config, options.overrides), naming, options), naming, options)
 
 
-def show_plan(config: Path, options: Options, *, probe: bool = False) -> int:
+def show_plan(config: Path, options: Options, *, probes: Sequence[Probe] = ()) -> int:
     """Print what `train` would do; nothing is written."""
     naming = NameRequest(config.stem, options.name, options.fresh)
-    return _show(_plan_training(lambda: load_config(config, options.overrides), naming, options), options, probe=probe)
+    return _show(_plan_training(lambda: load_config(config, options.overrides), naming, options), options, probes)
 
 
 def evaluate(name: str, checkpoint: str, options: Options) -> int:
@@ -68,7 +72,8 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
     run = RunDir(options.cwd / run.path)
-    return _attempt(job, run, run_folder.make_attempt(run, prefix="eval-"), options)
+    attempt = run_folder.make_attempt(run, prefix="eval-")
+    return _finish(_attempt(job, run, attempt, options, StopSignals(), is_first=True)[1])
 
 
 def _resumed(name: str, options: Options) -> tuple[RunDir, Options, NameRequest]:
@@ -109,6 +114,7 @@ def _request(name: str, prefix: str, nproc: int | Literal["auto"], options: Opti
         terminal=_terminal(),
         started=options.started,
         worker=options.worker,
+        max_micro_batch=run_folder.remembered_micro_batch(run),
     )
 
 
@@ -124,26 +130,21 @@ def _job(loaded: LoadedConfig, request: Request, options: Options) -> _Job:
     return _Job(loaded, topology, request, plan_launch(loaded.config, topology, request))
 
 
-def _show(job: _Job, options: Options, *, probe: bool) -> int:
+def _show(job: _Job, options: Options, probes: Sequence[Probe]) -> int:
     from launch.render import render_plan
 
     run = RunDir(job.request.attempt.path.parent.parent)
     run_folder.check_settings(run, job.loaded.config, allow_changes=options.allow_changes)
-    measured = _probe(job, options) if probe else None
+    if probes:
+        preflight.check_torch(find_torch_version())
+    measured = {name: value for ask in probes for name, value in ask(job.plan, options.environ, options.worker).items()}
     note = " (goes on)" if run.config.is_file() else " (new)"
     say(render_plan(job.plan, job.topology, job.loaded.origins, measured, note))
     return EXIT_DONE
 
 
-def _probe(job: _Job, options: Options) -> dict[str, Any]:
-    from launch.probe import probe
-
-    preflight.check_torch(find_torch_version())
-    return probe(job.plan, options.environ, options.worker)
-
-
 def _start(job: _Job, naming: NameRequest, options: Options) -> int:
-    """Check the machine, claim the folder, and run one attempt in it."""
+    """Check the machine, claim the folder, and train in it."""
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
@@ -156,45 +157,102 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
         if result is not None and not changed:
             _say_finished(run, job.loaded.config, result, options)
             return EXIT_DONE
-        attempt = run_folder.make_attempt(run, node_rank=node_rank)
-        run_folder.record_settings(run, attempt, job.loaded.config, changed=bool(changed))
-        return _attempt(job, run, attempt, options)
+        return _train(job, run, options)
 
 
-def _attempt(job: _Job, run: RunDir, attempt: AttemptDir, options: Options) -> int:
-    """From here on the folder is ours: write the plan, prepare the data, start the ranks, say how it ended."""
+def _train(job: _Job, run: RunDir, options: Options) -> int:
+    """From here on the folder is ours: attempt after attempt, until one ends the run or another would not help."""
+    signals, failures, restarts = StopSignals(), list[Failure](), list[Restart]()
+    while True:
+        attempt = _open_attempt(job, run, options, restarts)
+        plan, verdict = _attempt(job, run, attempt, options, signals, is_first=not restarts)
+        if restarts:
+            restarts[-1] = run_folder.settle_restart(restarts[-1], attempt)
+        if verdict.failure is None or plan.nnodes > 1:
+            return _finish(verdict, restarts)
+        failures.append(verdict.failure)
+        decision = judge(failures, plan.config.launch, plan.worker.batches.max_micro_batch)
+        if not decision.again:
+            return _finish(verdict, restarts, decision.why)
+        for line in verdict.facts:
+            say(line, to_stderr=True)
+        if decision.max_micro_batch is not None:
+            _remember(run, plan, decision.max_micro_batch)
+        step = run_folder.newest_step(run)
+        restart = Restart(attempt.path.name, verdict.failure, step, decision.wait_s, decision.max_micro_batch)
+        if signals.name is None:
+            say(restart.announce(decision))
+            signals.wait(decision.wait_s)
+        if signals.name is not None:
+            return _finish(stopped_between(signals.name, step, options.resume_command(run.name)), restarts)
+        restarts.append(restart)
+
+
+def _open_attempt(job: _Job, run: RunDir, options: Options, restarts: Sequence[Restart]) -> AttemptDir:
+    """The next attempt's folder. Settings that the one before brought and did not get to commit come along."""
+    changed = run_folder.check_settings(run, job.loaded.config, allow_changes=True)
+    attempt = run_folder.make_attempt(run, node_rank=options.node_rank)
+    run_folder.record_settings(run, attempt, job.loaded.config, changed=bool(changed))
+    if restarts:
+        run_folder.record_restart(restarts[-1], attempt)
+    return attempt
+
+
+def _remember(run: RunDir, plan: LaunchPlan, size: int) -> None:
+    before, file = plan.worker.batches.max_micro_batch, shown(run.micro_batch, plan.cwd)
+    run_folder.remember_micro_batch(run, size, f"attempt {plan.attempt.path.name} ran out of memory with {before}")
+    say(
+        f"a micro-batch of {before} does not fit in memory: at most {size} from now on, accumulated to the same global "
+        f"batch of the same samples; remembered in {file}, delete it to forget"
+    )
+
+
+def _attempt(
+    job: _Job, run: RunDir, attempt: AttemptDir, options: Options, signals: StopSignals, *, is_first: bool
+) -> tuple[LaunchPlan, Verdict]:
+    """Write the plan, prepare the data, start the ranks, judge how it ended."""
     with meeting_folder() as meeting:
-        request = dataclasses.replace(job.request, run_name=run.name, attempt=attempt, meeting=meeting)
+        remembered = run_folder.remembered_micro_batch(run)
+        request = dataclasses.replace(
+            job.request, run_name=run.name, attempt=attempt, meeting=meeting, max_micro_batch=remembered
+        )
         plan = plan_launch(job.loaded.config, job.topology, request)
         for name, text in plan.files.items():
             (attempt.path / name).write_text(text, encoding="utf-8")
         plan.worker.save(attempt.plan, command=plan.argv, environment=plan.environment, node_rank=plan.node_rank)
-        _announce(plan, run, options.endpoint)
-        if preflight.data_missing(plan.config, plan.cwd):
+        _announce(plan, run, options.endpoint, is_first=is_first)
+        if is_first and preflight.data_missing(plan.config, plan.cwd):
             code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
             if code != EXIT_DONE:
-                return code
-        return _run(plan, run, options)
+                return plan, Verdict(code, [])
+        return plan, _run(plan, run, options, signals)
 
 
-def _run(plan: LaunchPlan, run: RunDir, options: Options) -> int:
-    from launch.report import conclude
-    from launch.supervise import run_attempt
-
-    signals = StopSignals()
-    signals.note()
+def _run(plan: LaunchPlan, run: RunDir, options: Options, signals: StopSignals) -> Verdict:
+    signals.note()  # and from now on: what comes between two attempts counts as well
     ending = run_attempt(plan, options.environ, signals)
-    ignore_stops()
     again = options.resume_command(run.name) if plan.nnodes == 1 else "the same command on every node"
-    verdict = conclude(plan, ending, again)
-    for line in verdict.lines:
+    return conclude(plan, ending, again)
+
+
+def _finish(verdict: Verdict, restarts: Sequence[Restart] = (), why: str = "") -> int:
+    """Say how the run ended; returns the exit code. A signal changes nothing any more."""
+    ignore_stops()
+    past = summary(restarts)
+    lines = (
+        [*verdict.facts, *([why] if why else []), *past, *verdict.hints] if verdict.failure else past + verdict.lines
+    )
+    for line in lines:
         say(line, to_stderr=verdict.to_stderr)
     return verdict.exit_code
 
 
-def _announce(plan: LaunchPlan, run: RunDir, endpoint: str | None) -> None:
-    say(f"{plan.device_line}; {counted(plan.worker.threads_per_rank, 'thread')} each ({plan.threads_note})")
+def _announce(plan: LaunchPlan, run: RunDir, endpoint: str | None, *, is_first: bool) -> None:
+    if is_first:
+        say(f"{plan.device_line}; {counted(plan.worker.threads_per_rank, 'thread')} each ({plan.threads_note})")
     say(f"run {run.name} in {shown(run.path, plan.cwd)}, attempt {plan.attempt.path.name}")
+    if not is_first:
+        return
     for warning in plan.warnings:
         say(f"note: {warning}")
     if plan.nnodes > 1:

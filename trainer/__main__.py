@@ -12,9 +12,10 @@ import traceback
 import warnings
 from pathlib import Path
 
-from configs.contract import Outcome, WorkerPlan, write_atomically
+from configs.contract import OUT_OF_MEMORY, Outcome, WorkerPlan, write_atomically
 from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
 from configs.run_dir import AttemptDir, RunDir
+from trainer.memory import is_out_of_memory
 from trainer.parent import die_with_parent
 from trainer.stop import StopFlag
 
@@ -61,7 +62,7 @@ def _run(attempt: AttemptDir, rank: int) -> int:
     except BaseException as error:
         outcome = _failure(rank, error, run)
         # Rank 0's log is the screen, where the launcher tells what is known as the last thing.
-        if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind == "peer"):
+        if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind in ("peer", OUT_OF_MEMORY)):
             with contextlib.suppress(OSError):
                 traceback.print_exc()
     outcome.save(attempt.outcome(rank))
@@ -90,8 +91,10 @@ def _classify(error: BaseException) -> tuple[str, int]:
         return error.kind, error.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE:
         return EnvironmentProblem.kind, EXIT_ENVIRONMENT
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY, EXIT_TRAINING
     names = {cls.__name__ for cls in type(error).__mro__}
-    if "AcceleratorError" in names:  # the GPU is gone or broken; out of memory is another class
+    if "AcceleratorError" in names:  # the GPU is gone or broken
         return EnvironmentProblem.kind, EXIT_ENVIRONMENT
     # gloo names its own source file in each message; torch.distributed's errors have a base class of their own.
     from_peer = (

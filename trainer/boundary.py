@@ -8,6 +8,9 @@ from trainer.evaluate import EvalResult
 from trainer.job import Job
 from trainer.optim import averaged_tensors
 
+SAVES_FIRST_STEP = ["cuda"]
+"""Devices that run out of memory in the first step, if at all: a checkpoint after it is what a restart goes on from."""
+
 
 def at_boundary(job: Job) -> bool:
     """Do what is due after the last update. Called by all ranks. Returns False if the run is to stop instead: then
@@ -23,6 +26,7 @@ def at_boundary(job: Job) -> bool:
 
     evaluates = ends or due(config.eval.every_steps, config.eval.every_epochs)
     saves = ends or job.agreed.save or due(config.checkpoint.every_steps, config.checkpoint.every_epochs)
+    saves = saves or (was_applied and saves_first_step(job, state.step))
     if evaluates and not evaluate(job):
         return False
     state.boundary_pending = False
@@ -37,6 +41,11 @@ def at_boundary(job: Job) -> bool:
         job.save(job, is_best)
         job.clock.last_save = time.monotonic()
     return True
+
+
+def saves_first_step(job: Job, step: int) -> bool:
+    """Whether `step` is the run's first and a checkpoint is due for that alone."""
+    return step == 1 and job.context.device.type in SAVES_FIRST_STEP
 
 
 def end_epoch(job: Job) -> None:

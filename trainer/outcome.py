@@ -6,6 +6,7 @@ import torch
 
 from configs.errors import TrainingError
 from trainer.agreement import Agreed, agreed_from
+from trainer.boundary import saves_first_step
 from trainer.data.order import RankBatch
 from trainer.guard import BadBatchError
 from trainer.job import Job, Pending
@@ -23,7 +24,7 @@ def must_settle(job: Job, batch: RankBatch) -> bool:
     step, config = job.state.step + 1, job.config
     intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
     ends = step == config.max_steps or batch.index == job.order.batches_per_epoch - 1
-    return ends or any(every is not None and step % every == 0 for every in intervals)
+    return ends or saves_first_step(job, step) or any(every is not None and step % every == 0 for every in intervals)
 
 
 def settle(job: Job) -> None:

@@ -1,6 +1,7 @@
 """Work that must be done once, before any rank starts: `python -m trainer.prepare PLAN` unpacks or downloads the data
 set;
-`python -m trainer.prepare --probe PLAN` takes a step and prints what only torch can know, as one JSON object."""
+`python -m trainer.prepare --probe PLAN` takes a step and prints what only torch can know, as one JSON object;
+`--probe-batch` the largest micro-batch that fits in memory."""
 
 import contextlib
 import fcntl
@@ -136,13 +137,20 @@ def probe(plan: WorkerPlan) -> dict[str, int | float]:
     return measure(plan)
 
 
+def probe_batch(plan: WorkerPlan) -> dict[str, int | bool]:
+    """The largest micro-batch that fits in memory."""
+    from trainer.probe_batch import largest_micro_batch
+
+    return largest_micro_batch(plan)
+
+
 def main(arguments: list[str]) -> int:
-    wants_probe = arguments[0] == "--probe"
+    probes = {"--probe": probe, "--probe-batch": probe_batch}
     plan = WorkerPlan.load(Path(arguments[-1]))
     try:
         prepare_data(plan.config.data)
-        if wants_probe:
-            print(json.dumps(probe(plan)))
+        if arguments[0] in probes:
+            print(json.dumps(probes[arguments[0]](plan)))
     except LockstepError as error:
         print(f"{error.kind}: {error}", file=sys.stderr)
         return error.exit_code

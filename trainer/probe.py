@@ -6,11 +6,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from configs.contract import WorkerPlan
 from configs.run_dir import AttemptDir, RunDir
+from trainer.job import Job
 from trainer.loop import train_step
 from trainer.outcome import settle
 from trainer.resume import snapshot
@@ -22,11 +24,7 @@ from trainer.stop import StopFlag
 def measure(plan: WorkerPlan) -> dict[str, int | float]:
     """Build the job for one process and take three steps of one rank's share;
     the fastest is reported, in milliseconds."""
-    share = plan.config.model_copy(update={"global_batch_size": _rank_share(plan), "per_device_batch_size": None})
-    alone = dataclasses.replace(plan, config=share, world_size=1, local_world_size=1, store=None, terminal=None)
-    with tempfile.TemporaryDirectory() as folder:
-        run = Run(alone, RunDir(Path(folder)), AttemptDir(Path(folder)), StopFlag())
-        job, _ = run.build(RunContext(alone))
+    job = build_alone(plan)
     batches = job.source.training(job.order.batches(0, 0))
     times = []
     for _ in range(3):
@@ -49,9 +47,15 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
     }
 
 
-def _rank_share(plan: WorkerPlan) -> int:
-    config = plan.config
-    return config.per_device_batch_size or -(-(config.global_batch_size or 1) // plan.world_size)
+def build_alone(plan: WorkerPlan, **changes: Any) -> Job:
+    """The job of one process whose global batch is one rank's share, with `changes` to its config."""
+    sizes = {"global_batch_size": plan.batches.max_slice, "per_device_batch_size": None, "faults": ()}
+    config = plan.config.model_copy(update=sizes | changes)
+    alone = dataclasses.replace(plan, config=config, world_size=1, local_world_size=1, store=None, terminal=None)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(alone, RunDir(Path(folder)), AttemptDir(Path(folder)), StopFlag())
+        job, _ = run.build(RunContext(alone))
+    return job
 
 
 def _peak_bytes(device: torch.device) -> int:

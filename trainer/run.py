@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from configs.contract import WorkerPlan, write_atomically
-from configs.derive import plan_batches
 from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from configs.schema import LossConfig
@@ -77,6 +76,7 @@ class Run:
             job.console.line(line)
         if context.is_rank_zero:
             job.tracker = self._tracker(job)
+            write_atomically(self.attempt.resumed, json.dumps({"checkpoint": last, "step": job.state.step}))
         if last is None and job.config.nonfinite == "rollback":
             job.save(job, False)  # something to go back to
         try:
@@ -160,7 +160,7 @@ class Run:
         Returns (job, plan screen)."""
         config, device = self.plan.config, context.device
         check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
-        batch = plan_batches(config, context.world_size)
+        batch = self.plan.batches
         data = context.together(lambda: load_data(config.data))
         shape = image_shape(data)
         sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}

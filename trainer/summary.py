@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from configs.contract import WorkerPlan, write_atomically
-from configs.derive import BatchPlan, counted, lr_plan
+from configs.derive import BatchPlan, counted, lr_plan, plan_batches
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
@@ -38,11 +39,24 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) ->
         f"data       {config.data.name}: {sizes}; {residency}",
         f"model      {config.model.name}: {parameters:,} parameters, {config.dtype}",
         f"batch      {batch.describe()}",
+        *_smaller_than_wanted(job, plan, batch),
         f"steps      {job.total_steps} = {length} of {per_epoch}",
         f"optimizer  {config.optim.name}, {config.schedule.name}: lr at 0/25/50/75/100 % = {rates}",
         f"precision  {job.context.precision}" + (" (auto)" if config.mixed_precision == "auto" else ""),
         f"runtime    {plan.world_size} x {plan.device}, {threads}, torch {torch.__version__}",
     ]
+
+
+def _smaller_than_wanted(job: Job, plan: WorkerPlan, batch: BatchPlan) -> list[str]:
+    """That micro-batches are smaller than the settings say, and what that changes: the statistics of BatchNorm."""
+    wanted = plan_batches(job.config, plan.world_size).max_micro_batch
+    if batch.max_micro_batch == wanted:
+        return []
+    norms = sum(isinstance(module, _BatchNorm) for module in job.model.modules())
+    change = "the mean gradient is that of the same samples"
+    if norms:
+        change = f"{counted(norms, 'BatchNorm layer')} see only so many at a time, so the results differ a little"
+    return [f"memory     micro-batches of {batch.max_micro_batch}, not {wanted}, which ran out of memory; {change}"]
 
 
 def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, Any]:

@@ -354,3 +354,18 @@ class WithUnused(_Mortal):
     def logits(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(images.flatten(1))
         return logits
+
+
+class FitsAtMost(_Mortal):
+    """Runs out of pretended memory in a forward pass, in training or in evaluation, of more than so many images."""
+
+    def __init__(self, num_classes: int, samples: int, training: bool = True) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.samples, self.of_training = samples, training
+
+    def logits(self, images: Tensor) -> Tensor:
+        if self.training == self.of_training and len(images) > self.samples:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (pretended)")
+        logits: Tensor = self.head(images.flatten(1))
+        return logits

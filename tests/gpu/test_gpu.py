@@ -40,3 +40,16 @@ def test_all_gpus_see_the_same_samples_as_one(tmp_path: Path) -> None:
     alone = launch(tmp_path / "1", *arguments)
     together = launch(tmp_path / "n", *arguments, "--nproc", str(gpus))
     assert alone["metrics"] == pytest.approx(together["metrics"], rel=1e-9)
+
+
+def test_a_micro_batch_is_tried_on_the_gpu() -> None:
+    command = [sys.executable, "-m", "launch", "plan", "configs/mnist.yaml", "--probe-batch"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "a rank's whole share of 256 samples at a time, as tried; nothing to set" in ended.stdout
+
+
+def test_a_checkpoint_is_taken_after_the_first_step(tmp_path: Path) -> None:
+    launch(tmp_path, "configs/smoke.yaml", "mixed_precision=no")
+    log = tmp_path / "gpu" / "attempts" / "001" / "logs" / "rank0.log"
+    assert "saved step_00000001" in log.read_text(encoding="utf-8").splitlines()

@@ -57,6 +57,12 @@ def test_every_sample_of_a_global_batch_is_in_exactly_one_micro_batch(world_size
         assert plan.is_even == (len(set(sizes)) == 1)
 
 
+@pytest.mark.parametrize("found", [1, 3, 4, 7, 100])
+def test_what_fits_in_memory_cuts_like_a_cap_of_the_users(found: int) -> None:
+    assert plan_batches(by_global(30), 2, found) == plan_batches(by_global(30, found), 2)
+    assert plan_batches(by_global(30, 5), 2, found) == plan_batches(by_global(30, min(5, found)), 2)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("cap", [None, 3, 4])
 def test_a_batch_size_per_device_gives_each_rank_as_many(world_size: int, cap: int | None) -> None:

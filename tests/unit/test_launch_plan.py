@@ -183,6 +183,49 @@ def test_cpu_on_a_gpu_machine_hides_the_gpus() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in planned(GPU).environment
 
 
+def test_restarts_of_several_nodes_are_refused() -> None:
+    """Each launcher would judge by its own ranks' failures, and one that gives up keeps the others waiting."""
+    nodes = Rendezvous(2, 0, "node0:29400", "10.0.0.7")
+    assert planned(CPU, {"launch": {"max_restarts": 2}}, nproc=2).warnings == []
+    with pytest.raises(ConfigError, match=r"max_restarts: 2 is for one node: .*use launch\.max_restarts=0"):
+        planned(CPU, {"launch": {"max_restarts": 2}}, nodes=nodes)
+
+
+@pytest.mark.parametrize(
+    ("cap", "remembered", "micro_batch", "is_told"),
+    [(None, None, 128, False), (None, 32, 32, True), (16, 32, 16, False), (64, 32, 32, True), (None, 500, 128, False)],
+)
+def test_a_remembered_micro_batch_holds_where_it_is_the_smaller_one(
+    cap: int | None, remembered: int | None, micro_batch: int, is_told: bool
+) -> None:
+    plan = planned(CPU, {"max_per_device_batch_size": cap}, nproc=2, max_micro_batch=remembered)
+    batches = plan.worker.batches
+    assert (batches.max_micro_batch, batches.global_batch_size) == (micro_batch, 256)
+    assert batches.gradient_accumulation_steps == 128 // micro_batch
+    told = "micro-batches of at most 32 samples: more ran out of memory, says runs/demo-001/micro_batch.json; delete it"
+    assert [warning.startswith(told) for warning in plan.warnings] == [True] * is_told
+    assert f"per-device {micro_batch} x 2 processes" in render_plan(plan, CPU, {})
+
+
+def test_an_evaluation_is_not_told_what_fits_in_training() -> None:
+    assert planned(CPU, mode="eval", max_micro_batch=2).warnings == []
+
+
+@pytest.mark.parametrize(
+    ("largest", "is_estimate", "text"),
+    [
+        (48, False, "48 samples at a time, as tried: max_per_device_batch_size=48 (accumulation 3)"),
+        (1, True, "1 sample at a time, by an estimate: max_per_device_batch_size=1 (accumulation 128)"),
+        (128, True, "a rank's whole share of 128 samples at a time, by an estimate; nothing to set"),
+        (0, False, "not one sample at a time, as tried; use a smaller network or more memory"),
+    ],
+)
+def test_the_probed_micro_batch_is_told_with_the_setting(largest: int, is_estimate: bool, text: str) -> None:
+    probe = {"largest_micro_batch": largest, "share": 128, "is_estimate": is_estimate}
+    lines = render_plan(planned(CPU, nproc=2), CPU, {}, probe).splitlines()
+    assert f"{'fits':<14} {text}" in lines
+
+
 def test_planning_writes_nothing(tmp_path: Path) -> None:
     planned(CPU, nproc=2, attempt=RunDir(tmp_path / "runs/x").attempt("001"), cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -1,6 +1,7 @@
 """The last words on the screen, from fabricated outcome files."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from configs.contract import Outcome, WorkerPlan
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from launch.plan import LaunchPlan
-from launch.report import Verdict, conclude
+from launch.report import Verdict, conclude, stopped_between
+from launch.restart import Failure
 from launch.signals import signal_words
 from launch.supervise import Ending
 
@@ -76,7 +78,8 @@ def test_only_the_first_of_several_failures_is_told(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 3)
     for rank, time in ((0, 5.0), (1, 3.0), (2, 4.0)):
         outcome(plan, rank, "failed", time, exit_code=2, kind="checkpoint error", message="another architecture")
-    assert judged(plan) == Verdict(2, ["checkpoint error: another architecture"])
+    said = "checkpoint error: another architecture"
+    assert judged(plan) == Verdict(2, [said], failure=Failure("checkpoint error", said, 1, exit_code=2))
 
 
 def test_a_checkpoint_to_go_on_from_is_the_hint(tmp_path: Path) -> None:
@@ -91,10 +94,16 @@ def test_a_checkpoint_to_go_on_from_is_the_hint(tmp_path: Path) -> None:
 
 def test_out_of_memory_has_its_own_hint(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, 1)
-    outcome(plan, 0, "failed", exit_code=1, kind="OutOfMemoryError", message="CUDA out of memory. Tried to ...")
+    fields = {"exit_code": 1, "kind": "OutOfMemoryError", "message": "CUDA out of memory. Tried to ..."}
+    outcome(plan, 0, "failed", step=3, **fields)
     hints = [line for line in judged(plan).lines if line.startswith("hint: ")]
     assert len(hints) == 1
     assert "max_per_device_batch_size" in hints[0]
+    outcome(plan, 0, "failed", **fields)  # before training: what goes through the network is not to blame
+    assert judged(plan).hints == []
+    outcome(plan, 0, "failed", step=3, **fields)
+    of_one = dataclasses.replace(plan, worker=dataclasses.replace(plan.worker, max_micro_batch=1))
+    assert judged(of_one).hints == []
 
 
 AGENT_FIRST_LINE = "E1130 api.py:1002] failed (exitcode: {code}) local_rank: 1 (pid: 4243) of binary: python\n"
@@ -216,3 +225,74 @@ def test_signal_words() -> None:
     assert signal_words(7) == "exit code 7"
     assert signal_words(-15) == "killed by SIGTERM"
     assert signal_words(-99) == "killed by signal 99"
+
+
+def logged(plan: LaunchPlan, *steps: int, resumed: int | None = None) -> None:
+    """What rank 0 has left of the attempt: where it began, and log points."""
+    run = RunDir(plan.attempt.path.parent.parent)
+    run.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    if resumed is not None:
+        plan.attempt.resumed.write_text(json.dumps({"checkpoint": None, "step": resumed}))
+
+
+def test_a_failure_is_handed_on_to_be_judged(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    outcome(plan, 0, "failed", 3.0, exit_code=1, step=7, kind="peer", message="connection closed")
+    outcome(plan, 1, "failed", 2.0, exit_code=1, step=7, kind="ValueError", message="boom\nand more")
+    assert judged(plan).failure == Failure("ValueError", "ValueError: boom", 1, 7)
+
+
+def test_a_killed_rank_is_where_those_were_who_waited_for_it(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    plan.attempt.agent_log.write_text(AGENT_SUMMARY.format(code=-9))
+    outcome(plan, 0, "failed", exit_code=1, step=7, kind="peer", message="connection closed")
+    words = "killed by SIGKILL (out of memory?)"
+    assert judged(plan, died={1: 0.9}).failure == Failure(words, words, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("steps", "resumed", "step"), [((), None, None), ((5, 6), None, None), ((), 4, 4), ((5, 6), 4, 6), ((2,), 4, 4)]
+)
+def test_of_a_process_that_was_killed_the_last_log_point_is_known(
+    tmp_path: Path, steps: tuple[int, ...], resumed: int | None, step: int | None
+) -> None:
+    """Those of an earlier attempt do not count: they are there until this one has begun to train."""
+    plan = plan_of(tmp_path, 1)
+    logged(plan, *steps, resumed=resumed)
+    failure = judged(plan, -9, died={0: 9.0}).failure
+    assert failure is not None
+    assert (failure.step, failure.is_at_least) == (step, step is not None)
+
+
+def test_a_log_point_that_the_kill_cut_short_is_passed_over(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    logged(plan, 5, resumed=4)
+    with RunDir(plan.attempt.path.parent.parent).metrics.open("a") as file:
+        file.write('{"step": 6')
+    failure = judged(plan, -9, died={0: 9.0}).failure
+    assert failure is not None
+    assert failure.step == 5
+
+
+def test_a_mistake_in_the_code_of_a_silent_rank_is_known_by_its_class(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    plan.attempt.rank_log(0).write_text("Traceback ...\nModuleNotFoundError: No module named 'nothing'\n")
+    failure = judged(plan, 1, died={0: 9.0}).failure
+    assert failure is not None
+    assert failure.kind == "ModuleNotFoundError"
+
+
+def test_a_stop_is_no_failure(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 1)
+    assert judged(plan, -9, signal="SIGTERM", killed="grace").failure is None
+    outcome(plan, 0, "stopped", step=41, signal="SIGTERM", checkpoint="step_00000041")
+    assert judged(plan, 0).failure is None
+
+
+@pytest.mark.parametrize(("signal", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
+def test_a_stop_between_two_attempts(signal: str, code: int) -> None:
+    verdict = stopped_between(signal, 40, RESUME)
+    assert verdict.exit_code == code
+    said = f"stopped by {signal} before the restart; checkpoint step_00000040; go on with: {RESUME}"
+    assert verdict.lines == [said]
+    assert "no checkpoint" in stopped_between(signal, None, RESUME).lines[0]

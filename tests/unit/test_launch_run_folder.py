@@ -11,6 +11,7 @@ from configs.loader import dump_config, load_config
 from configs.run_dir import RunDir, commit_settings, step_name
 from configs.schema import RunConfig
 from launch import run_folder
+from launch.restart import Failure, Restart
 from launch.run_folder import NameRequest
 from launch.runs_table import render_runs
 
@@ -130,6 +131,31 @@ def test_attempts_are_numbered_by_kind_and_node(tmp_path: Path) -> None:
     made[-1].plan.write_text(json.dumps({"local_world_size": 4}))
     made[3].plan.write_text(json.dumps({"local_world_size": 1}))
     assert run_folder.last_plan(run)["local_world_size"] == 4
+
+
+def test_what_fits_in_memory_is_remembered_until_it_is_deleted(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert run_folder.remembered_micro_batch(run) is None
+    run_folder.remember_micro_batch(run, 4, "attempt 001 ran out of memory with 8")
+    assert run_folder.remembered_micro_batch(run) == 4
+    for junk in ("", "[]", '{"max_micro_batch": 0}', '{"max_micro_batch": "4"}', '{"max_micro_batch": null}'):
+        run.micro_batch.write_text(junk)
+        assert run_folder.remembered_micro_batch(run) is None
+
+
+def test_a_restart_is_settled_by_the_checkpoint_that_the_ranks_found_valid(tmp_path: Path) -> None:
+    attempt = run_folder.make_attempt(RunDir(tmp_path / "a"))
+    failure = Failure("killed", "killed", 1, 9)
+    expected = Restart("001", failure, 8, 1.0)
+    assert run_folder.settle_restart(expected, attempt) == expected  # it ended before it could go on
+    for resumed, step, replayed in (
+        ({"checkpoint": step_name(6), "step": 6}, 6, 3),
+        ({"checkpoint": None, "step": 0}, None, 9),
+    ):
+        attempt.resumed.write_text(json.dumps(resumed))
+        assert run_folder.settle_restart(expected, attempt).checkpoint_step == step
+        facts = json.loads(attempt.restart.read_text())
+        assert (facts["checkpoint_step"], facts["steps_replayed"]) == (step, replayed)
 
 
 def test_an_unknown_run_lists_the_known_ones(tmp_path: Path) -> None:

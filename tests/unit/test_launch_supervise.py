@@ -150,7 +150,8 @@ def test_a_signal_stops_every_rank_once_and_cleanly(
 def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "done")
     raise_on_stop()
-    assert start._run(plan, RunDir(tmp_path / "runs/demo"), Options()) == 0
+    verdict = start._run(plan, RunDir(tmp_path / "runs/demo"), Options(), StopSignals())
+    assert start._finish(verdict) == 0
     for number in STOP_SIGNALS:
         os.kill(os.getpid(), number)
 

@@ -35,6 +35,10 @@ def caught(error: BaseException) -> BaseException:
         (OSError(errno.ENOSPC, "boom-731"), "environment error", 3),
         (FileNotFoundError(errno.ENOENT, "boom-731"), "FileNotFoundError", 1),
         (KeyboardInterrupt("boom-731"), "KeyboardInterrupt", 1),
+        (torch.OutOfMemoryError("boom-731"), "OutOfMemoryError", 1),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: boom-731"), "OutOfMemoryError", 1),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED boom-731"), "OutOfMemoryError", 1),
+        (ValueError("can't allocate memory for boom-731"), "ValueError", 1),
     ],
 )
 def test_failure_names_its_kind(error: BaseException, kind: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:

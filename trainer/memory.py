@@ -1,0 +1,17 @@
+"""How running out of memory looks. No torch: who asks may not have it yet."""
+
+# Errors of other classes: the host's allocator, a library's own workspace, Metal, memory outside torch's allocator.
+_TEXTS = (
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "MPS backend out of memory",
+    "CUDA error: out of memory",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the host where that is the device, had no memory left for a tensor."""
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
