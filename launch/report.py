@@ -24,6 +24,7 @@ from launch.plan import LaunchPlan
 from launch.run_folder import newest_step
 from launch.signals import exit_code_of, signal_words
 from launch.supervise import Ending, load_outcome, read_pids
+from launch.watch import Hang
 
 AGENT_REPORT = re.compile(
     r"exitcode *: *(-?\d+) .*?\(pid: (\d+)\)|failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)"
@@ -52,6 +53,8 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     ended = [outcome for outcome in outcomes.values() if outcome]
     failed = sorted((outcome for outcome in ended if outcome.status == "failed"), key=lambda outcome: outcome.time)
     hint = _resume_hint(attempt, resume_command)
+    if ending.hang:
+        return _hung(plan, ending.hang, hint)
     first = next((outcome for outcome in failed if outcome.kind != "peer"), None)
     # Not every victim's error is known to be one: what failed after a rank had died failed because of that.
     if first and first.time <= min(ending.died.values(), default=float("inf")):
@@ -91,6 +94,12 @@ def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequ
     where = f" ({first.where})" if first.where and kind != TrainingError.kind else ""
     lines = [f"FAILED: {_rank(plan, first.rank, pids)}{_at(first)}: {cause}{where}", *_because(others), log]
     return Verdict(code, lines + (_memory_hint(message) or hint))
+
+
+def _hung(plan: LaunchPlan, hang: Hang, hint: list[str]) -> Verdict:
+    log = shown(plan.attempt.rank_log(hang.rank or 0), plan.cwd)
+    stacks = f"stacks: at the end of each rank's log in {shown(plan.attempt.logs, plan.cwd)}"
+    return Verdict(EXIT_TRAINING, [f"FAILED: {hang.sentence}", f"log: {log}", stacks, *hint])
 
 
 def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequence[Outcome], hint: list[str]) -> Verdict:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from configs.derive import lr_at, total_steps
 from configs.schema import RunConfig
+from trainer.account import Account
 from trainer.agreement import Agreed, HostCopy
 from trainer.console import Console
 from trainer.data.augment import Preprocess
@@ -28,7 +29,7 @@ from trainer.tracking import NullTracker, Tracker
 
 @dataclass
 class Clock:
-    """Seconds and samples since the last log point; evaluation and saving are left out."""
+    """What the account and the state said at the last log point, in seconds and samples."""
 
     busy_s: float = 0.0
     data_wait_s: float = 0.0
@@ -69,6 +70,7 @@ class Job:
     tracker: Tracker | NullTracker
     console: Console
     stop: StopFlag
+    account: Account
     window: LossWindow
     save: Callable[["Job", bool], Path]
     """Writes a checkpoint of this job; the flag says that it is the best so far."""
@@ -82,6 +84,8 @@ class Job:
     evaluations: dict[str, EvalResult] = field(default_factory=dict)
     wall_s_before: float = 0.0
     """Seconds of earlier attempts up to the checkpoint that this one went on from."""
+    time_before: dict[str, float] = field(default_factory=dict)
+    """The same by kind, as the checkpoint's account says."""
 
     @cached_property
     def total_steps(self) -> int:

@@ -2,12 +2,12 @@
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from configs.beat import BACKWARD, FORWARD, UPDATE, WAITING
 from configs.errors import ConfigError, TrainingError
 from trainer.agreement import Agreed, HostCopy, agreed_from, signal_values
 from trainer.boundary import at_boundary
@@ -49,16 +49,15 @@ def stop_here(job: Job) -> bool:
 
 def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     """Fetch one global batch, update on it, and count the update once its outcome is known."""
-    start = time.perf_counter()
+    job.account.begin_step()
     batch, pieces = next(batches)
-    job.clock.data_wait_s += time.perf_counter() - start
+    job.account.enter(FORWARD)
     if job.faults is not None:
         pieces = job.faults(job.state.step, pieces)
     train_step(job, batch, pieces)
     if _must_settle(job, batch):
         settle(job)
-    job.clock.busy_s += time.perf_counter() - start
-    job.clock.samples += batch.size
+    job.account.end_step(job.state.step + (job.pending is not None))
     job.console.progress(job.state.step, job.total_steps, job.state.epoch, job.state.last_train_loss)
 
 
@@ -68,11 +67,14 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     factor = gradient_factor(job, batch)
     batch_number = batch.epoch * job.order.batches_per_epoch + batch.index
     for index, (images, labels) in enumerate(pieces):
+        if index:
+            job.account.enter(FORWARD)
         context.seed_dropout(job.config.seed, batch_number, index)
         is_last = index == len(pieces) - 1
         with context.no_sync(job.module, when=not is_last):
             piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
             loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
+            job.account.enter(BACKWARD)
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
@@ -81,6 +83,7 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
                 values = signal_values(signals, context.rank, own_loss, stop=job.stop.is_set, save=save)
                 torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None
+    job.account.enter(UPDATE)
     outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
     settle(job)
     on_host = None
@@ -208,6 +211,8 @@ def _first_bad_parameter(job: Job) -> str | None:
 def settle_buckets(job: Job) -> None:
     """One backward pass of weight zero. DDP lays its buckets out anew after the first one; with that behind us, sums
     are taken in the same order after a resume as without it."""
+    arrived: list[Tensor] = []
+    hooks = [parameter.register_post_accumulate_grad_hook(arrived.append) for parameter in job.parameters]
     images = torch.zeros(1, *job.image_shape, dtype=job.context.dtype, device=job.context.device)
     with evaluation_mode(job.module), job.context.autocast(), _eagerly(job):
         logits, signals = job.module(images)
@@ -218,6 +223,10 @@ def settle_buckets(job: Job) -> None:
             f"{', '.join(unused[:5])} took no part in the network's answer, and several processes need all to; "
             "remove them or set requires_grad to False"
         )
+    for hook in hooks:
+        hook.remove()
+    if job.context.device.type == "cpu":  # on a GPU the host is far ahead: its times say nothing of who waits for whom
+        arrived[-1].register_post_accumulate_grad_hook(lambda _: job.account.enter(WAITING))
     for parameter in job.parameters:
         parameter.grad = None
 
