@@ -155,7 +155,8 @@ class _Watch:
 
     def _notice_hang(self, ranks: Mapping[int, Process]) -> None:
         sights = self._watch.look(ranks)
-        if is_hung(sights, self._plan.config.launch.hang_timeout_s):
+        all_started = len(ranks) == self._plan.worker.local_world_size
+        if is_hung(sights, self._plan.config.launch.hang_timeout_s, all_started=all_started):
             self._hang = self._explain_hang(ranks, sights)
             self._kill_after(0.0, "hang")
             return

@@ -45,10 +45,10 @@ class Hang:
     sentence: str
 
 
-def limit_s(beat: Beat, hang_timeout_s: float | None) -> float:
+def limit_s(beat: Beat, hang_timeout_s: float | None, *, all_started: bool = True) -> float:
     """Seconds without a beat after which a rank counts as hung."""
     step = hang_timeout_s or max(LEAST_LIMIT_S, LIMIT_MEDIANS * beat.median_s)
-    return step if is_step(beat.phase) and beat.median_s else PATIENCE * step
+    return step if is_step(beat.phase) and beat.median_s and all_started else PATIENCE * step
 
 
 def last_ranks(sights: Mapping[int, Sight]) -> list[int]:
@@ -57,10 +57,13 @@ def last_ranks(sights: Mapping[int, Sight]) -> list[int]:
     return [rank for rank, sight in sights.items() if (sight.beat.step, sight.beat.phase) == least]
 
 
-def is_hung(sights: Mapping[int, Sight], hang_timeout_s: float | None) -> bool:
-    """Whether the last ranks do not get on any more. Others may have waited for longer: that is no hang."""
+def is_hung(sights: Mapping[int, Sight], hang_timeout_s: float | None, *, all_started: bool = True) -> bool:
+    """Whether the last ranks do not get on any more. Others may have waited for longer: that is no hang.
+
+    Without `all_started` the very last one was not seen yet."""
     last = [sights[rank] for rank in last_ranks(sights)] if sights else []
-    return bool(last) and all(sight.idle_s > limit_s(sight.beat, hang_timeout_s) for sight in last)
+    limits = [limit_s(sight.beat, hang_timeout_s, all_started=all_started) for sight in last]
+    return bool(last) and all(sight.idle_s > limit for sight, limit in zip(last, limits, strict=True))
 
 
 def note_on_slow(sights: Mapping[int, Sight], pids: Mapping[int, int], world_size: int) -> str | None:

@@ -184,8 +184,8 @@ def time_of_run(before: Mapping[str, float], own: Mapping[str, float], earlier: 
     return TimeOfRun(seconds | {"restarts": max(0.0, wall_s - sum(seconds.values()))}, earlier.replayed_steps)
 
 
-NOTABLE = 0.1
-"""Ranks differ notably if one spent this much of the time more than another on its own work."""
+NOTABLE, NOTABLE_S = 0.1, 1.0
+"""Ranks differ notably if one spent this much more of its steps' time, and these seconds more, on its own work."""
 MAX_LINES = 8
 
 
@@ -193,7 +193,8 @@ def straggler_lines(ranks: list[dict[str, float]]) -> list[str]:
     """What to say of the ranks' shares of the time in data, compute and waiting for others: the slowest first."""
     shares = [_shares(seconds) for seconds in ranks]
     own = [share["data"] + share["compute"] for share in shares]
-    if max(own) - min(own) < NOTABLE:
+    own_s = [seconds["data"] + seconds["compute"] for seconds in ranks]
+    if max(own) - min(own) < NOTABLE or max(own_s) - min(own_s) < NOTABLE_S:
         return [f"no rank lagged: each spent {_percents(min(own), max(own))} of its steps on its own work"]
     order = sorted(range(len(ranks)), key=lambda rank: -own[rank])
     lines = [
