@@ -189,19 +189,20 @@ NOTABLE, NOTABLE_S = 0.1, 1.0
 MAX_LINES = 8
 
 
-def straggler_lines(ranks: list[dict[str, float]]) -> list[str]:
-    """What to say of the ranks' shares of the time in data, compute and waiting for others: the slowest first."""
+def straggler_lines(ranks: list[dict[str, float]], *, on_gpu: bool = False) -> list[str]:
+    """What to say of the ranks' shares of the time in data, compute and waiting for others: the slowest first.
+
+    On a GPU the host does not know when the device waits: there only the data tell who lagged.
+    """
+    work = ("data",) if on_gpu else ("data", "compute")
     shares = [_shares(seconds) for seconds in ranks]
-    own = [share["data"] + share["compute"] for share in shares]
-    own_s = [seconds["data"] + seconds["compute"] for seconds in ranks]
+    own = [sum(share[kind] for kind in work) for share in shares]
+    own_s = [sum(seconds[kind] for kind in work) for seconds in ranks]
     if max(own) - min(own) < NOTABLE or max(own_s) - min(own_s) < NOTABLE_S:
-        return [f"no rank lagged: each spent {_percents(min(own), max(own))} of its steps on its own work"]
+        on = "data; waiting for others is within compute on a GPU" if on_gpu else "its own work"
+        return [f"no rank lagged: each spent {_percents(min(own), max(own))} of its steps on {on}"]
     order = sorted(range(len(ranks)), key=lambda rank: -own[rank])
-    lines = [
-        f"rank {rank}: data {100 * shares[rank]['data']:.0f} %  compute {100 * shares[rank]['compute']:.0f} %  "
-        f"waiting for others {100 * shares[rank]['waiting']:.0f} %"
-        for rank in order[:MAX_LINES]
-    ]
+    lines = [f"rank {rank}: {_describe(shares[rank], on_gpu=on_gpu)}" for rank in order[:MAX_LINES]]
     lines[0] += "  (slowest)"
     return lines
 
@@ -210,6 +211,13 @@ def _shares(seconds: Mapping[str, float]) -> dict[str, float]:
     kinds = ("data", "compute", "waiting")
     total = sum(seconds[kind] for kind in kinds) or 1.0
     return {kind: seconds[kind] / total for kind in kinds}
+
+
+def _describe(share: Mapping[str, float], *, on_gpu: bool) -> str:
+    data, compute, waiting = (f"{100 * share[kind]:.0f} %" for kind in ("data", "compute", "waiting"))
+    if on_gpu:
+        return f"data {data}  compute and waiting for others {compute}"
+    return f"data {data}  compute {compute}  waiting for others {waiting}"
 
 
 def _percents(low: float, high: float) -> str:

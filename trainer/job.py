@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from configs.derive import lr_at, total_steps
 from configs.schema import RunConfig
@@ -79,6 +80,8 @@ class Job:
     state: TrainState = field(default_factory=TrainState)
     clock: Clock = field(default_factory=Clock)
     pending: Pending | None = None
+    last_gradient: list[RemovableHandle] = field(default_factory=list)
+    """The hook that tells the account when this rank has computed all its gradients."""
     agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
     grad_norm: Tensor | None = None
     evaluations: dict[str, EvalResult] = field(default_factory=dict)

@@ -223,10 +223,10 @@ def settle_buckets(job: Job) -> None:
             f"{', '.join(unused[:5])} took no part in the network's answer, and several processes need all to; "
             "remove them or set requires_grad to False"
         )
-    for hook in hooks:
+    for hook in (*hooks, *job.last_gradient):
         hook.remove()
     if job.context.device.type == "cpu":  # on a GPU the host is far ahead: its times say nothing of who waits for whom
-        arrived[-1].register_post_accumulate_grad_hook(lambda _: job.account.enter(WAITING))
+        job.last_gradient = [arrived[-1].register_post_accumulate_grad_hook(lambda _: job.account.enter(WAITING))]
     for parameter in job.parameters:
         parameter.grad = None
 

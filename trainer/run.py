@@ -109,7 +109,8 @@ class Run:
             earlier = earlier_attempts(self.run_dir, self.attempt, self.account.first_step)
             spent = time_of_run(job.time_before, self.account.by_kind(), earlier)
             result |= {"time": spent.facts(), "git_commit": commit() if commit else None}
-            lines = straggler_lines(ranks) if len(ranks) > 1 else []
+            on_gpu = job.context.device.type != "cpu"
+            lines = straggler_lines(ranks, on_gpu=on_gpu) if len(ranks) > 1 else []
             summary.report_result(job, self.run_dir, result, spent, lines)
         return True, result
 

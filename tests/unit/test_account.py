@@ -162,6 +162,15 @@ def test_stragglers_are_named_the_slowest_first() -> None:
     assert [line.split(":")[0] for line in many] == [f"rank {rank}" for rank in range(39, 31, -1)]
 
 
+def test_on_a_gpu_only_the_data_tell_who_lagged() -> None:
+    assert straggler_lines(ranks((1, 99, 0), (30, 70, 0)), on_gpu=True) == [
+        "rank 1: data 30 %  compute and waiting for others 70 %  (slowest)",
+        "rank 0: data 1 %  compute and waiting for others 99 %",
+    ]
+    (line,) = straggler_lines(ranks((1, 50, 0), (1, 90, 0)), on_gpu=True)
+    assert line.endswith("of its steps on data; waiting for others is within compute on a GPU")
+
+
 def test_no_rank_lagged_where_the_difference_is_small_or_of_no_matter() -> None:
     line = "no rank lagged: each spent 90 to 95 % of its steps on its own work"
     assert straggler_lines(ranks((10, 85, 5), (10, 80, 10))) == [line]
