@@ -40,6 +40,18 @@ def test_the_account_is_the_whole_time(tmp_path: Path, world_size: int) -> None:
         assert beat.median_s > 0
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_speed_and_data_wait_are_of_the_steps_alone(tmp_path: Path, world_size: int) -> None:
+    attempt = finished(tmp_path, tiny_config(log__every_steps=4), world_size)
+    speeds, waits = attempt.events("perf/images_per_sec"), attempt.events("perf/data_wait_fraction")
+    assert [step for step, _ in speeds] == [4, 8, 12, 16]
+    seconds = [4 * 8 / speed for _, speed in speeds]  # steps of eight images
+    time = time_of(attempt)
+    assert sum(seconds) == pytest.approx(time["data_s"] + time["compute_s"] + time["waiting_s"], rel=1e-4)
+    waited = sum(part * fraction for part, (_, fraction) in zip(seconds, waits, strict=True))
+    assert waited == pytest.approx(time["data_s"], rel=1e-4)
+
+
 def test_attempts_that_were_killed_cost_restarts_and_replayed_steps(tmp_path: Path) -> None:
     config = tiny_config(model=MORTAL, checkpoint__every_steps=3)
     died = ((0, "7"), (6, "4"))  # goes on from, and is killed in this forward pass of the attempt
