@@ -54,7 +54,7 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     failed = sorted((outcome for outcome in ended if outcome.status == "failed"), key=lambda outcome: outcome.time)
     hint = _resume_hint(attempt, resume_command)
     if ending.hang:
-        return _hung(plan, ending.hang, hint)
+        return _hung(plan, ending.hang, pids, hint)
     first = next((outcome for outcome in failed if outcome.kind != "peer"), None)
     # Not every victim's error is known to be one: what failed after a rank had died failed because of that.
     if first and first.time <= min(ending.died.values(), default=float("inf")):
@@ -96,8 +96,9 @@ def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequ
     return Verdict(code, lines + (_memory_hint(message) or hint))
 
 
-def _hung(plan: LaunchPlan, hang: Hang, hint: list[str]) -> Verdict:
-    log = shown(plan.attempt.rank_log(hang.rank or 0), plan.cwd)
+def _hung(plan: LaunchPlan, hang: Hang, pids: dict[int, int], hint: list[str]) -> Verdict:
+    rank = min(pids, default=0) if hang.rank is None else hang.rank
+    log = shown(plan.attempt.rank_log(rank), plan.cwd)
     stacks = f"stacks: at the end of each rank's log in {shown(plan.attempt.logs, plan.cwd)}"
     return Verdict(EXIT_TRAINING, [f"FAILED: {hang.sentence}", f"log: {log}", stacks, *hint])
 
