@@ -80,6 +80,20 @@ class AttemptDir:
     def outcome(self, rank: int) -> Path:
         return self.path / f"outcome-rank{rank}.json"
 
+    def beat(self, rank: int) -> Path:
+        """What the rank is doing; see configs/beat.py."""
+        return self.path / f"beat-rank{rank}"
+
+    @property
+    def nccl(self) -> Path:
+        """What NCCL's flight recorder dumps, with the rank's number behind it."""
+        return self.path / "nccl-rank"
+
+    @property
+    def ended(self) -> Path:
+        """When the last process of the attempt was gone, in seconds since the epoch; written by the launcher."""
+        return self.path / "ended"
+
 
 @dataclass(frozen=True)
 class RunDir:

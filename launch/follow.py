@@ -15,10 +15,12 @@ class LogFollower:
         self._path, self._out, self._on_terminal = path, out, on_terminal
         self._file: BinaryIO | None = None
         self._partial = b""
-        self._closed = False
+        self._closed = self._left = False
 
     def poll(self) -> None:
         """Copy the complete lines that have come."""
+        if self._left:
+            return
         if self._file is None:
             if not self._path.exists():
                 return
@@ -27,6 +29,15 @@ class LogFollower:
         if new:
             *lines, self._partial = (self._partial + new).split(b"\n")
             self._write(lines)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own in between."""
+        self._write([text.encode()])
+
+    def leave(self) -> None:
+        """Copy what has come so far and nothing of what comes later: it stays in the log."""
+        self.poll()
+        self._left = True
 
     def finish(self) -> None:
         """Copy the rest, an unfinished line too, clear what is left of a bar, and close the file."""

@@ -30,6 +30,10 @@ STRAY = re.compile(
 )
 
 
+NCCL_PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+"""A rank whose pipe is written to has NCCL's flight recorder dump; the value is what comes before `R.pipe`."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What the command line asks for, besides the config; paths are absolute and need not exist."""
@@ -245,9 +249,23 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
     if worker.world_size > 1 and topology.system == "Linux":
         interface = "lo" if request.nodes is None else request.environ.get("GLOO_SOCKET_IFNAME") or request.interface
         environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    if worker.device == "cuda" and worker.world_size > 1:
+        environment |= {name: v for name, v in _flight_recorder(request).items() if name not in request.environ}
     if worker.device == "cpu" and topology.num_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
+
+
+def _flight_recorder(request: Request) -> dict[str, str]:
+    """Have NCCL note its last collectives, and dump them into the attempt's folder when one does not end."""
+    dumps = str(request.attempt.nccl)
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": dumps,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dumps,  # its name in older versions
+        NCCL_PIPES: str(request.meeting / "nccl-"),
+    }
 
 
 def _files(worker: WorkerPlan) -> dict[str, str]:

@@ -27,7 +27,12 @@ class Process:
 class _Entry:
     process: Process
     parent: int
-    is_zombie: bool
+    state: str
+    """As ps shows it: Z for one that is only waiting to be collected, T for one that was stopped."""
+
+    @property
+    def is_zombie(self) -> bool:
+        return self.state in ("Z", "X")
 
 
 def find_process(pid: int) -> Process | None:
@@ -38,6 +43,12 @@ def find_process(pid: int) -> Process | None:
 
 def is_alive(process: Process) -> bool:
     return find_process(process.pid) == process
+
+
+def is_stopped(process: Process) -> bool:
+    """Whether it was stopped by a signal and waits for SIGCONT."""
+    entry = _entry(process.pid)
+    return entry is not None and entry.process == process and entry.state == "T"
 
 
 def kill_tree(roots: Iterable[Process], *, wait_s: float = 2.0) -> None:
@@ -107,7 +118,7 @@ def _entry(pid: int) -> _Entry | None:
         return None
     # The name in parentheses may hold anything; fields after it: state, parent, ..., start time (the 22nd of all).
     fields = text.rpartition(")")[2].split()
-    return _Entry(Process(pid, fields[19]), int(fields[1]), fields[0] in "ZX")
+    return _Entry(Process(pid, fields[19]), int(fields[1]), fields[0])
 
 
 def _ps(selection: list[str]) -> list[_Entry]:
@@ -115,4 +126,4 @@ def _ps(selection: list[str]) -> list[_Entry]:
     command = ["ps", *(selection or ["-A"]), "-o", "pid=,ppid=,stat=,lstart="]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     rows = [line.split(maxsplit=3) for line in lines]
-    return [_Entry(Process(int(row[0]), row[3]), int(row[1]), row[2].startswith("Z")) for row in rows if len(row) == 4]
+    return [_Entry(Process(int(row[0]), row[3]), int(row[1]), row[2][0]) for row in rows if len(row) == 4]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from configs.derive import counted, lr_plan, plan_batches, resolve_precision, steps_per_epoch, total_steps
 from configs.known_data import KNOWN_DATA
-from configs.schema import RunConfig
+from configs.schema import LaunchConfig, RunConfig
 from launch.follow import shown
 from launch.plan import LaunchPlan
 from launch.topology import Topology
@@ -34,11 +34,16 @@ def render_plan(
         "steps": _steps(plan, num_train),
         "learning rate": _learning_rates(plan, num_train),
         "data": _data(config),
-        "time limits": f"stop {config.launch.grace_s:g} s, collectives {config.launch.collective_timeout_s:g} s",
+        "time limits": _time_limits(config.launch),
     }
     lines = [f"{name:<14} {value}" for name, value in (facts | _probed(probe) | _probed_batch(plan, probe)).items()]
     lines += [f"{'note':<14} {warning}" for warning in plan.warnings]
     return "\n".join([*lines, "", *_command(plan), "", *_environment(plan), "", *_config(config, origins)])
+
+
+def _time_limits(launch: LaunchConfig) -> str:
+    step = f"{launch.hang_timeout_s:g} s" if launch.hang_timeout_s else "60 s or 20 times the median"
+    return f"stop {launch.grace_s:g} s, collectives {launch.collective_timeout_s:g} s, a step {step}"
 
 
 def _precision(plan: LaunchPlan, topology: Topology) -> str:

@@ -25,6 +25,7 @@ from launch.restart import Failure
 from launch.run_folder import newest_step, step_heard_of
 from launch.signals import exit_code_of, signal_words
 from launch.supervise import Ending, load_outcome, read_pids
+from launch.watch import Hang
 
 AGENT_REPORT = re.compile(
     r"exitcode *: *(-?\d+) .*?\(pid: (\d+)\)|failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)"
@@ -65,6 +66,8 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     ended = [outcome for outcome in outcomes.values() if outcome]
     failed = sorted((outcome for outcome in ended if outcome.status == "failed"), key=lambda outcome: outcome.time)
     hint = _resume_hint(attempt, resume_command)
+    if ending.hang:
+        return _hung(plan, ending.hang, pids, hint)
     first = next((outcome for outcome in failed if outcome.kind != "peer"), None)
     # Not every victim's error is known to be one: what failed after a rank had died failed because of that.
     if first and first.time <= min(ending.died.values(), default=float("inf")):
@@ -126,6 +129,14 @@ def _failure(
     run = RunDir(plan.attempt.path.parent.parent)
     step = max(steps) if steps else step_heard_of(run, plan.attempt)
     return Failure(kind, said, rank, step, is_at_least=not steps and step is not None, exit_code=code)
+
+
+def _hung(plan: LaunchPlan, hang: Hang, pids: dict[int, int], hint: list[str]) -> Verdict:
+    rank = min(pids, default=0) if hang.rank is None else hang.rank
+    log = shown(plan.attempt.rank_log(rank), plan.cwd)
+    stacks = f"stacks: at the end of each rank's log in {shown(plan.attempt.logs, plan.cwd)}"
+    failure = Failure("hang", hang.sentence, hang.rank, hang.step)
+    return Verdict(EXIT_TRAINING, [f"FAILED: {hang.sentence}", f"log: {log}", stacks, *hint], failure=failure)
 
 
 def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequence[Outcome], hint: list[str]) -> Verdict:

@@ -13,15 +13,16 @@ from typing import BinaryIO, Literal
 from configs.contract import Outcome, write_atomically
 from configs.run_dir import AttemptDir
 from launch.follow import LogFollower
-from launch.plan import LaunchPlan
+from launch.plan import NCCL_PIPES, LaunchPlan
 from launch.processes import Process, dies_with_parent, find_process, is_alive, kill_tree, send
 from launch.signals import StopSignals
+from launch.watch import Hang, Scene, Sight, Watch, collect_stacks, explain, is_hung, note_on_slow
 
 POLL_S = 0.05
 AFTER_FAILURE_S = 5.0
 """What the other ranks get to end by themselves once one has failed."""
 
-Killed = Literal["grace", "second Ctrl-C", "nothing to save", "failure"]
+Killed = Literal["grace", "second Ctrl-C", "nothing to save", "failure", "hang"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Ending:
     """Why the launcher had to kill."""
     died: Mapping[int, float] = field(default_factory=dict)
     """Ranks that were dead without an outcome before the launcher killed anything; when that was seen, by the clock."""
+    hang: Hang | None = None
+    """Why the launcher killed though nothing had failed."""
 
 
 def run_attempt(
@@ -52,6 +55,8 @@ def run_attempt(
         watch.kill()
         child.wait()
         follower.finish()
+        with contextlib.suppress(OSError):  # a full disk: the ranks' last beats have to do
+            write_atomically(attempt.ended, f"{time.time():.3f}")
 
 
 def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -77,7 +82,8 @@ class _Watch:
     def __init__(
         self, plan: LaunchPlan, child: subprocess.Popen[bytes], signals: StopSignals, follower: LogFollower
     ) -> None:
-        self._attempt, self._child, self._signals, self._follower = plan.attempt, child, signals, follower
+        self._plan, self._attempt = plan, plan.attempt
+        self._child, self._signals, self._follower = child, signals, follower
         self._grace_s = plan.config.launch.grace_s
         self._saves = plan.worker.mode == "train"
         self._root = find_process(child.pid)
@@ -88,6 +94,8 @@ class _Watch:
         self._kill_at = float("inf")
         self._reason: Killed | None = None
         self._killed: Killed | None = None
+        self._watch = Watch(plan.attempt)
+        self._hang: Hang | None = None
 
     def until_the_end(self) -> Ending:
         while True:
@@ -96,8 +104,11 @@ class _Watch:
             self._notice_failures()
             self._follower.poll()
             if code is not None:
-                return Ending(code, self._signals.name, self._killed, self._died)
+                return Ending(code, self._signals.name, self._killed, self._died, self._hang)
             self._pass_on_stop()
+            # Where the end has a date already, nothing hangs for long.
+            if self._kill_at == float("inf") and self._watch.is_due():
+                self._notice_hang({rank: process for rank, process in self._ranks.items() if process})
             if time.monotonic() >= self._kill_at and self._killed is None:
                 self._killed = self._reason
                 self.kill()
@@ -141,6 +152,26 @@ class _Watch:
             if process and rank not in self._told:
                 send(process, signal.SIGINT if name == "SIGINT" else signal.SIGTERM)
                 self._told.add(rank)
+
+    def _notice_hang(self, ranks: Mapping[int, Process]) -> None:
+        sights = self._watch.look(ranks)
+        all_started = len(ranks) == self._plan.worker.local_world_size
+        if is_hung(sights, self._plan.config.launch.hang_timeout_s, all_started=all_started):
+            self._hang = self._explain_hang(ranks, sights)
+            self._kill_after(0.0, "hang")
+            return
+        pids = {rank: process.pid for rank, process in ranks.items()}
+        note = note_on_slow(sights, pids, self._plan.worker.world_size)
+        if note and self._watch.may_note():
+            self._follower.say(note)
+
+    def _explain_hang(self, ranks: Mapping[int, Process], sights: Mapping[int, Sight]) -> Hang:
+        plan = self._plan
+        self._follower.leave()  # rank 0's log is the screen, and the stacks are long
+        pipes = plan.environment.get(NCCL_PIPES)
+        stacks = collect_stacks(plan.attempt, ranks, sights, pipes)
+        worker, timeout_s = plan.worker, plan.config.launch.hang_timeout_s
+        return explain(Scene(sights, stacks, worker.world_size, worker.local_world_size, timeout_s, plan.cwd))
 
     def _kill_after(self, seconds: float, reason: Killed) -> None:
         at = time.monotonic() + seconds

@@ -3,8 +3,10 @@ then the signals, then torch; errors become an outcome file."""
 
 import contextlib
 import errno
+import faulthandler
 import gc
 import os
+import signal
 import sys
 import sysconfig
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 from configs.contract import OUT_OF_MEMORY, Outcome, WorkerPlan, write_atomically
 from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
 from configs.run_dir import AttemptDir, RunDir
+from trainer.account import Account
 from trainer.memory import is_out_of_memory
 from trainer.parent import die_with_parent
 from trainer.stop import StopFlag
@@ -37,8 +40,11 @@ def _run(attempt: AttemptDir, rank: int) -> int:
     gc.disable()  # importing torch makes half a million objects; looking through them again and again takes 0.4 s
     die_with_parent()
     _redirect(attempt.rank_log(rank))
+    # What the launcher sends to a rank that hangs. In C: works inside a collective too, where Python does not come by.
+    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
     stop = StopFlag()
     stop.install()
+    account = Account(attempt, rank)
     write_atomically(attempt.pid(rank), str(os.getpid()))
     # After the pid file: a launcher that wrote its request before has not seen the pid, one that writes it later has.
     stop.look_for(attempt.stop_request)
@@ -47,8 +53,9 @@ def _run(attempt: AttemptDir, rank: int) -> int:
     try:
         from trainer.run import Run
 
+        account.beat()
         plan = WorkerPlan.load(attempt.plan)
-        run = Run(plan, RunDir(attempt.path.parent.parent), attempt, stop)
+        run = Run(plan, RunDir(attempt.path.parent.parent), attempt, stop, account)
         ending = run.train() if plan.mode == "train" else run.evaluate()
         outcome = Outcome(
             rank,

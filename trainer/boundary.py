@@ -3,6 +3,7 @@
 import math
 import time
 
+from configs.beat import BOUNDARY, DATA, EVALUATION
 from configs.derive import counted
 from trainer.evaluate import EvalResult
 from trainer.job import Job
@@ -67,7 +68,7 @@ def reduce_window(job: Job) -> None:
 
 def log_point(job: Job) -> None:
     """Write the means since the last log point. Waits for the device, as do saving and evaluation; a step does not."""
-    state, clock = job.state, job.clock
+    state, clock, account = job.state, job.clock, job.account
     reduce_window(job)
     if state.loss_count:
         state.last_train_loss = state.loss_sum / state.loss_count
@@ -78,13 +79,14 @@ def log_point(job: Job) -> None:
     if job.grad_norm is not None:
         metrics["optim/grad_norm"] = float(job.grad_norm)
         job.grad_norm = None
-    if clock.busy_s:
-        metrics["perf/images_per_sec"] = clock.samples / clock.busy_s
-        metrics["perf/data_wait_fraction"] = clock.data_wait_s / clock.busy_s
+    busy_s, data_wait_s = account.busy_s(), account.seconds[DATA]
+    if seconds := busy_s - clock.busy_s:
+        metrics["perf/images_per_sec"] = (state.samples_seen - clock.samples) / seconds
+        metrics["perf/data_wait_fraction"] = (data_wait_s - clock.data_wait_s) / seconds
     if job.context.scaler is not None:
         metrics |= {"fp16/scale": job.fp16_scale(), "fp16/skipped": float(state.skipped)}
     job.tracker.log(state.step, metrics)
-    clock.busy_s, clock.data_wait_s, clock.samples = 0.0, 0.0, 0
+    clock.busy_s, clock.data_wait_s, clock.samples = busy_s, data_wait_s, state.samples_seen
 
 
 def evaluate(job: Job) -> bool:
@@ -92,14 +94,16 @@ def evaluate(job: Job) -> bool:
 
     Returns False if a stop was agreed on in the middle.
     """
+    job.account.enter(EVALUATION)
     weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
     results: dict[str, EvalResult] = {}
     for prefix, tensors in weights.items():
-        result = job.evaluator.evaluate(job.context, tensors, job.stop)
+        result = job.evaluator.evaluate(job.context, tensors, job.stop, job.account.beat)
         if result is None:
             return False
         results[prefix] = result
     job.evaluations = results
+    job.account.enter(BOUNDARY)
     return True
 
 

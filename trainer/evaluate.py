@@ -53,11 +53,15 @@ class Evaluator:
     channels_last: bool
 
     def evaluate(
-        self, context: RunContext, weights: dict[str, Tensor], stop: StopFlag | None = None
+        self,
+        context: RunContext,
+        weights: dict[str, Tensor],
+        stop: StopFlag | None = None,
+        alive: Callable[[], None] = lambda: None,
     ) -> EvalResult | None:
         """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks.
 
-        With `stop` the ranks agree between batches whether to go on; None is returned if not.
+        With `stop` the ranks agree between turns whether to go on; None is returned if not. `alive` is called in each.
         """
         load_averaged(self.model, weights, context)
         copy_other_buffers(self.trained, self.model, context)
@@ -70,6 +74,7 @@ class Evaluator:
         loaded = self.source.evaluation([batches[i] for i in mine])
         with _told_if_out_of_memory(self.config.batch_size), torch.inference_mode():
             for turn in range(self._num_turns(context, len(batches))):
+                alive()
                 if turn < len(mine):
                     losses[mine[turn]], correct = self._score(context, *next(loaded))
                     counts += correct

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from configs.derive import lr_at, total_steps
 from configs.schema import RunConfig
+from trainer.account import Account
 from trainer.agreement import Agreed, HostCopy
 from trainer.console import Console
 from trainer.data.augment import Preprocess
@@ -30,7 +32,7 @@ from trainer.tracking import NullTracker, SampleLog, Tracker
 
 @dataclass
 class Clock:
-    """Seconds and samples since the last log point; evaluation and saving are left out."""
+    """What the account and the state said at the last log point, in seconds and samples."""
 
     busy_s: float = 0.0
     data_wait_s: float = 0.0
@@ -73,6 +75,7 @@ class Job:
     tracker: Tracker | NullTracker
     console: Console
     stop: StopFlag
+    account: Account
     window: LossWindow
     guard: Guard
     save: Callable[["Job", bool], Path]
@@ -86,11 +89,15 @@ class Job:
     state: TrainState = field(default_factory=TrainState)
     clock: Clock = field(default_factory=Clock)
     pending: Pending | None = None
+    last_gradient: list[RemovableHandle] = field(default_factory=list)
+    """The hook that tells the account when this rank has computed all its gradients."""
     agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
     grad_norm: Tensor | None = None
     evaluations: dict[str, EvalResult] = field(default_factory=dict)
     wall_s_before: float = 0.0
     """Seconds of earlier attempts up to the checkpoint that this one went on from."""
+    time_before: dict[str, float] = field(default_factory=dict)
+    """The same by kind, as the checkpoint's account says."""
 
     @cached_property
     def total_steps(self) -> int:

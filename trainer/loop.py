@@ -1,12 +1,12 @@
 """The training loop: one step, and stopping. Reads top to bottom; what is due between steps is in boundary.py."""
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from configs.beat import BACKWARD, BOUNDARY, FORWARD, UPDATE, WAITING
 from configs.errors import ConfigError
 from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values
 from trainer.boundary import at_boundary
@@ -46,12 +46,12 @@ def stop_here(job: Job) -> bool:
 
 def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     """Fetch one global batch, update on it, and count the update once its outcome is known."""
-    start = time.perf_counter()
+    job.account.begin_step()
     batch, pieces = next(batches)
-    job.clock.data_wait_s += time.perf_counter() - start
     if number_of(job, batch) in job.state.passed_over:
         pass_over(job, batch)
         return
+    job.account.enter(FORWARD)
     if job.faults is not None:
         pieces = job.faults.strike(job.state.step, pieces)
     if job.samples is not None:
@@ -59,8 +59,7 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     train_step(job, batch, pieces)
     if must_settle(job, batch):
         settle(job)
-    job.clock.busy_s += time.perf_counter() - start
-    job.clock.samples += batch.size
+    job.account.end_step(job.state.step + (job.pending is not None))
     job.console.progress(job.state.step, job.total_steps, job.state.epoch, job.state.last_train_loss)
 
 
@@ -70,11 +69,14 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     factor, batch_number = gradient_factor(job, batch), number_of(job, batch)
     job.guard.remember()
     for index, (images, labels) in enumerate(pieces):
+        if index:
+            job.account.enter(FORWARD)
         context.seed_dropout(job.config.seed, batch_number, index)
         is_last = index == len(pieces) - 1
         with context.no_sync(job.module, when=not is_last):
             piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
             loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
+            job.account.enter(BACKWARD)
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
@@ -86,6 +88,7 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
                 )
                 torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None
+    job.account.enter(UPDATE)
     outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
     settle(job)
     flag = flag_bad(job, loss, batch.size) if job.guard.is_on or not outcome.is_ready else None
@@ -181,6 +184,7 @@ def update(job: Job, num_samples: int, outcome: HostCopy, flag: Tensor | None) -
 def pass_over(job: Job, batch: RankBatch) -> None:
     """Consume a batch that a rollback went back for, without training on it."""
     settle(job)
+    job.account.enter(BOUNDARY)
     job.state.count(applied=False, num_samples=batch.size)
     job.agreed = Agreed(stop=False, save=False, bad_ranks=())
     job.console.line(f"passed over batch {number_of(job, batch)} at step {job.state.step}")
@@ -189,6 +193,8 @@ def pass_over(job: Job, batch: RankBatch) -> None:
 def settle_buckets(job: Job) -> None:
     """One backward pass of weight zero. DDP lays its buckets out anew after the first one; with that behind us, sums
     are taken in the same order after a resume as without it."""
+    arrived: list[Tensor] = []
+    hooks = [parameter.register_post_accumulate_grad_hook(arrived.append) for parameter in job.parameters]
     images = torch.zeros(1, *job.image_shape, dtype=job.context.dtype, device=job.context.device)
     with evaluation_mode(job.module), job.context.autocast(), _eagerly(job):
         logits, signals = job.module(images)
@@ -199,5 +205,9 @@ def settle_buckets(job: Job) -> None:
             f"{', '.join(unused[:5])} took no part in the network's answer, and several processes need all to; "
             "remove them or set requires_grad to False"
         )
+    for hook in (*hooks, *job.last_gradient):
+        hook.remove()
+    if job.context.device.type == "cpu":  # on a GPU the host is far ahead: its times say nothing of who waits for whom
+        job.last_gradient = [arrived[-1].register_post_accumulate_grad_hook(lambda _: job.account.enter(WAITING))]
     for parameter in job.parameters:
         parameter.grad = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from configs.errors import CheckpointError, ConfigError, EnvironmentProblem
 from configs.run_dir import step_name
 from trainer import checkpoint
+from trainer.account import counted
 from trainer.checkpoint import Loaded, Snapshot
 from trainer.job import Job
 from trainer.optim import persistent_buffers
@@ -35,6 +36,7 @@ def snapshot(job: Job) -> Snapshot:
         "train_state": job.state.as_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "wall_s": job.wall_s(),
+        "time": counted(job.time_before, job.account.by_kind()),
         "grad_norm": None if job.grad_norm is None else float(job.grad_norm),
     }
     return Snapshot(job.state.step, shared, own, state)
@@ -65,6 +67,8 @@ def restore(job: Job, loaded: Loaded, path: Path) -> None:
         job.context.scaler.load_state_dict(loaded.state["scaler"])
     job.state = TrainState(**loaded.state["train_state"])
     job.wall_s_before = loaded.state["wall_s"]
+    job.time_before = loaded.state.get("time", {})
+    job.clock.samples = job.state.samples_seen
     if loaded.state["grad_norm"] is not None:
         job.grad_norm = torch.tensor(loaded.state["grad_norm"], dtype=torch.float64)
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from configs.beat import SAVING
 from configs.errors import TrainingError
 from trainer import resume
 from trainer.job import Job
@@ -15,6 +16,7 @@ def roll_back(job: Job, reason: str, checkpoints: Path) -> None:
     bad, most = job.state, job.config.guard.max_rollbacks
     if bad.rollbacks >= most:
         raise TrainingError(f"{reason} at step {bad.step}, after {most} rollbacks (guard.max_rollbacks)")
+    job.account.enter(SAVING)  # restoring may take longer than a step may
     job.guard.record("passed over", bad, bad.batch, reason, job.order)
     for parameter in job.parameters:
         parameter.grad = None

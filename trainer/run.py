@@ -5,7 +5,7 @@ import gc
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from configs.beat import BOUNDARY, EVALUATION, FINISHING, SAVING
 from configs.contract import WorkerPlan, write_atomically
 from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from configs.schema import LossConfig
 from trainer import checkpoint, resume, summary
+from trainer.account import Account, earlier_attempts, straggler_lines, time_of_run
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
 from trainer.console import Console
@@ -59,15 +61,18 @@ class Run:
     run_dir: RunDir
     attempt: AttemptDir
     stop: StopFlag
+    account: Account = field(default_factory=Account)
     job: Job | None = None
 
     def train(self) -> Ending:
         """Build, resume, train, evaluate, save. Raises LockstepError for what the user should know."""
         context = RunContext(self.plan)
+        self.account.beat()
         job, screen = self.build(context)
         self._watch_for_stops(context)
         commit = summary.ask_git() if context.is_rank_zero else None
         last = resume.resume_newest(job, self.run_dir.checkpoints)
+        self.account.start_at(job.state.step)
         if context.is_rank_zero:
             commit_settings(self.run_dir, self.attempt)
         if last is not None:
@@ -109,12 +114,19 @@ class Run:
         # An earlier attempt may have been killed between its last checkpoint and its result.
         if not job.evaluations and not evaluate(job):
             return False, None
+        self.account.enter(FINISHING)
         job.console.close()
         rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
         result = summary.result_of(job, self.plan, rate)
+        ranks = job.context.gather_objects(self.account.by_kind())
         if job.context.is_rank_zero:
             self._export(job)
-            summary.report_result(job, self.run_dir, result | {"git_commit": commit() if commit else None})
+            earlier = earlier_attempts(self.run_dir, self.attempt, self.account.first_step)
+            spent = time_of_run(job.time_before, self.account.by_kind(), earlier)
+            result |= {"time": spent.facts(), "git_commit": commit() if commit else None}
+            on_gpu = job.context.device.type != "cpu"
+            lines = straggler_lines(ranks, on_gpu=on_gpu) if len(ranks) > 1 else []
+            summary.report_result(job, self.run_dir, result, spent, lines)
         return True, result
 
     def _watch_for_stops(self, context: RunContext) -> None:
@@ -138,14 +150,16 @@ class Run:
     def evaluate(self) -> Ending:
         """Evaluate one checkpoint; write eval.json beside the plan."""
         context = RunContext(self.plan)
+        self.account.beat()
         job, _ = self.build(context)
         folder, which = self.run_dir.checkpoints, self.plan.checkpoint
         name = resume.load_for_evaluation(job, folder, which)
         job.console.line(f"{name}, {context.world_size} x {self.plan.device}, precision {context.precision}")
         weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
         metrics: dict[str, float] = {}
+        self.account.enter(EVALUATION)
         for prefix, tensors in weights.items():
-            result = job.evaluator.evaluate(context, tensors)
+            result = job.evaluator.evaluate(context, tensors, alive=self.account.beat)
             assert result is not None, "nothing stops it"
             metrics |= result.metrics(prefix)
             job.console.line(result.describe("EMA" if prefix else ""))
@@ -162,14 +176,17 @@ class Run:
         check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
         batch = self.plan.batches
         data = context.together(lambda: load_data(config.data))
+        self.account.beat()
         shape = image_shape(data)
         sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
         check_same(context, sizes, "the ranks see different data sets")
         model = context.together(lambda: self._model(context, data, shape))
+        self.account.beat()
         splits: tuple[MapStyle, ...] = (data.train, data.evaluation)
         seed, classes = config.seed, data.num_classes
         if config.data.residency == "device":
-            splits = context.together(lambda: tuple(materialise(split, seed, classes) for split in splits))
+            alive = self.account.beat
+            splits = context.together(lambda: tuple(materialise(split, seed, classes, alive) for split in splits))
         residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
         order = Order(
             num_samples=len(data.train),
@@ -214,6 +231,7 @@ class Run:
             tracker=NullTracker(),
             console=self._console(context),
             stop=self.stop,
+            account=self.account,
             save=self._save,
             facts=facts,
             samples=SampleLog(self.attempt.samples(context.rank)) if config.log.sample_ids else None,
@@ -262,6 +280,7 @@ class Run:
         }
 
     def _save(self, job: Job, is_best: bool) -> Path:
+        self.account.enter(SAVING)
         stop_if_weights_bad(job)
         job.tracker.flush()
         snapshot = resume.snapshot(job)
@@ -269,6 +288,7 @@ class Run:
             job.context, self.run_dir.checkpoints, snapshot, job.config.checkpoint.keep, is_best=is_best
         )
         job.console.line(f"saved {path.name}")
+        self.account.enter(BOUNDARY)
         return path
 
 

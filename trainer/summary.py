@@ -17,6 +17,7 @@ from configs.derive import BatchPlan, counted, lr_plan, plan_batches
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
+from trainer.account import TimeOfRun
 from trainer.job import Job
 from trainer.tracking import as_json
 
@@ -112,16 +113,18 @@ def ask_git() -> GitAnswer:
     return answer
 
 
-def report_result(job: Job, run_dir: RunDir, result: dict[str, Any]) -> None:
-    """Write result.json and the HParams, show the last table. On rank 0 only."""
+def report_result(job: Job, run_dir: RunDir, result: dict[str, Any], spent: TimeOfRun, stragglers: list[str]) -> None:
+    """Write result.json, the account of time and the HParams, show the last table. On rank 0 only."""
     write_atomically(run_dir.result, json.dumps(result | {"metrics": as_json(result["metrics"])}, indent=1))
     hparams = _flat(job.config.model_dump(mode="json")) | {"world_size": job.context.world_size}
+    job.tracker.log(job.state.step, spent.metrics())
     job.tracker.log_hparams(hparams, result["metrics"])
     rows = [
         (name, f"{100 * value:.2f} %" if "top" in name else f"{value:.4f}") for name, value in result["metrics"].items()
     ]
     rows += [("steps", f"{result['step']}" + (f" and {result['skipped']} skipped" if result["skipped"] else ""))]
     rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]
+    rows += [("time", spent.describe()), *(("ranks", line) for line in stragglers)]
     for name, value in rows:
         job.console.line(f"  {name:<16}{value}")
     if result["best"]["top1"] > judged_top1(result["metrics"]):

@@ -2,10 +2,15 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+
+from configs.beat import read_beat
 
 
 class Images:
@@ -42,6 +47,13 @@ def images(train: bool) -> Images:
     if train:
         return RecordedImages(int(os.environ.get("TRAIN_SIZE", "64")), 1)
     return Images(int(os.environ.get("EVAL_SIZE", "23")), 2)
+
+
+def images_that_rank_1_waits_for(train: bool) -> Images:
+    """As from a file system that does not answer."""
+    while os.environ.get("RANK") == "1":
+        time.sleep(0.1)
+    return images(train)
 
 
 class _RenamedImages(Images):
@@ -133,6 +145,14 @@ class Spikes(_Hooked):
 
     def act(self, logits: Tensor) -> Tensor:
         return logits * 1000
+
+
+class TakesAnotherTurn(_Hooked):
+    """Enters a collective that the other ranks do not."""
+
+    def act(self, logits: Tensor) -> Tensor:
+        dist.barrier()
+        return logits
 
 
 class NotFinite(_Hooked):
@@ -367,5 +387,35 @@ class FitsAtMost(_Mortal):
     def logits(self, images: Tensor) -> Tensor:
         if self.training == self.of_training and len(images) > self.samples:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (pretended)")
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class NotesBeat(_Mortal):
+    """Appends the phase, step and time of its rank's beat at each forward pass to the file $BEATS.RANK."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        rank = os.environ.get("RANK", "0")
+        beat = read_beat(Path(os.environ["BEATS"]).parent / "attempts" / "001" / f"beat-rank{rank}")
+        assert beat is not None
+        with open(f"{os.environ['BEATS']}.{rank}", "a", encoding="ascii") as file:
+            file.write(f"{beat.phase} {beat.step} {beat.time!r}\n")
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class AsksForStacks(_Mortal):
+    """Sends its rank in each forward pass what the launcher sends to one that hangs."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        os.kill(os.getpid(), signal.SIGQUIT)
         logits: Tensor = self.head(images.flatten(1))
         return logits

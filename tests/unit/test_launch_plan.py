@@ -226,6 +226,28 @@ def test_the_probed_micro_batch_is_told_with_the_setting(largest: int, is_estima
     assert f"{'fits':<14} {text}" in lines
 
 
+def test_nccls_flight_recorder_dumps_into_the_attempt_where_there_is_nccl() -> None:
+    environment = planned(GPU, nproc=2).environment
+    recorder = {name: value for name, value in environment.items() if "_NCCL_" in name or "_FR_" in name}
+    attempt = "/home/me/runs/demo-001/attempts/001"
+    assert recorder == {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{attempt}/nccl-rank",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{attempt}/nccl-rank",
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "/tmp/lockstep-XXXXXXXX/nccl-",
+    }
+    for elsewhere in (planned(CPU, nproc=2), planned(GPU), planned(GPU, {"device": "cpu"}, nproc=2)):
+        assert not elsewhere.environment.keys() & recorder.keys()
+    own = planned(GPU, nproc=2, environ={"TORCH_FR_BUFFER_SIZE": "9"})
+    assert own.child_environ({"TORCH_FR_BUFFER_SIZE": "9"})["TORCH_FR_BUFFER_SIZE"] == "9"
+
+
+def test_time_limits_are_shown_as_they_are_set() -> None:
+    plan = planned(CPU, {"launch": {"grace_s": 5, "collective_timeout_s": 70, "hang_timeout_s": 12}})
+    assert "time limits    stop 5 s, collectives 70 s, a step 12 s\n" in render_plan(plan, CPU, {})
+
+
 def test_planning_writes_nothing(tmp_path: Path) -> None:
     planned(CPU, nproc=2, attempt=RunDir(tmp_path / "runs/x").attempt("001"), cwd=tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from launch.report import Verdict, conclude, stopped_between
 from launch.restart import Failure
 from launch.signals import signal_words
 from launch.supervise import Ending
+from launch.watch import Hang
 
 RESUME = "make resume RUN=demo"
 
@@ -140,6 +141,21 @@ def test_the_error_in_the_log_of_a_dead_rank_is_shown(tmp_path: Path) -> None:
     lines = judged(plan, 1, died={0: 9.0}).lines
     assert lines[0] == "FAILED: rank 0 of 1 (pid 4242): exit code 1"
     assert lines[1] == "its last line: ModuleNotFoundError: No module named 'nothing'"
+
+
+@pytest.mark.parametrize(("rank", "log"), [(1, 1), (None, 0)])
+def test_a_hang_is_told_whatever_its_victims_say(tmp_path: Path, rank: int | None, log: int) -> None:
+    plan = plan_of(tmp_path, 2)
+    outcome(plan, 0, "failed", exit_code=1, kind="peer", message="connection closed", step=7, epoch=0)
+    assert judged(plan, -9, killed="hang", hang=Hang(rank, 7, "nobody came")) == Verdict(
+        1,
+        [
+            "FAILED: nobody came",
+            f"log: runs/demo/attempts/001/logs/rank{log}.log",
+            "stacks: at the end of each rank's log in runs/demo/attempts/001/logs",
+        ],
+        failure=Failure("hang", "nobody came", rank, 7),
+    )
 
 
 @pytest.mark.parametrize(("seen", "rank"), [(1.9, 1), (2.1, 0)])

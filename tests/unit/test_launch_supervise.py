@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,9 +27,14 @@ from launch.report import conclude
 from launch.signals import STOP_SIGNALS, StopSignals, raise_on_stop
 from launch.supervise import Ending, read_pids, run_attempt
 
-# What trainer promises the launcher: own log, handlers, pid file, look for a stop request, outcome.
-RANK = """
-import json, os, signal, sys, time
+# What trainer promises the launcher: own log, handlers, beat, pid file, look for a stop request, outcome.
+RANK = (
+    f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+"""
+    + """
+from configs.beat import FORWARD, LAYOUT, WAITING, open_beat
+import faulthandler, json, os, signal, sys, time
 from pathlib import Path
 attempt, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 log = os.open(attempt / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -38,6 +44,13 @@ def ask(number, frame):
     asked.append(signal.Signals(number).name)
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, signal.SIG_IGN if what == "deaf" else ask)
+faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
+beat = open_beat(attempt / f"beat-rank{rank}")
+phase = FORWARD if what in ("hang", "halt") else WAITING
+LAYOUT.pack_into(beat, 0, phase, 7, time.time(), 0.01, 0, time.time())
+def stuck():
+    while True:
+        time.sleep(1)
 (attempt / f"pid-rank{rank}").write_text(str(os.getpid()))
 if (attempt / "stop.json").exists():
     asked.append(json.loads((attempt / "stop.json").read_text())["signal"])
@@ -51,12 +64,17 @@ if what == "kill":
     os.kill(os.getpid(), 9)
 if what == "raise":
     end(1, status="failed", step=3, epoch=0, kind="ValueError", message="boom-731")
+if what == "hang":
+    stuck()
+if what == "halt":
+    os.kill(os.getpid(), signal.SIGSTOP)
 if what == "done":
     end(0, status="done")
 while not asked:
     time.sleep(0.01)
 end(0, status="stopped", step=41, signal=asked[0], checkpoint="step_00000041")
 """
+)
 
 # As torchrun's: its ranks are in sessions of their own, and it waits for all of them.
 AGENT = """
@@ -188,6 +206,35 @@ def test_one_failed_rank_ends_the_others(tmp_path: Path, what: str, cause: str) 
     assert verdict.exit_code == 1
     assert verdict.lines[0].startswith("FAILED: rank 1 of 2")
     assert cause in verdict.lines[0]
+
+
+SENTENCES = {
+    "hang": r"rank 1 of 2 hangs at step 7: in rank\.py:\d+ stuck \(waited \d+ s, launch\.hang_timeout_s\)",
+    "halt": r"rank 1 was stopped \(SIGSTOP\) at step 7; the others waited \d+ s for it; continue .* with kill -CONT",
+    "deaf": r"the ranks wait for each other: rank 0 at step 7 with its own gradients computed, rank 1 at step 7 .*",
+}
+
+
+@pytest.mark.parametrize("what", SENTENCES)
+def test_ranks_that_do_not_get_on_are_ended_and_the_last_one_is_named(tmp_path: Path, what: str) -> None:
+    plan, console = plan_of(tmp_path, "deaf", what, hang_timeout_s=0.5), io.BytesIO()
+    ending, left = run(plan, console)
+    assert (ending.killed, left, ending.died) == ("hang", [], {})
+    assert ending.hang is not None
+    assert (ending.hang.rank, ending.hang.step) == (None if what == "deaf" else 1, 7)
+    verdict = conclude(plan, ending, "")
+    assert verdict.exit_code == 1
+    assert re.fullmatch(f"FAILED: {SENTENCES[what]}", verdict.lines[0])
+    logs = [plan.attempt.rank_log(rank).read_text() for rank in (0, 1)]
+    assert ["most recent call first" in log for log in logs] == [True, what != "halt"]
+    assert console.getvalue() == b"hello from rank 0\n"  # the stacks stay in the log
+    assert 0 <= time.time() - float(plan.attempt.ended.read_text()) < 60
+
+
+def test_a_stop_that_was_asked_for_is_no_hang(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, "deaf", "deaf", hang_timeout_s=1.0, grace_s=2.5)
+    ending, _ = run(plan, Console(plan, signal.SIGTERM))
+    assert (ending.killed, ending.hang) == ("grace", None)
 
 
 def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,15 +46,19 @@ def _left_in_cgroup() -> int:
     return sys.maxsize if limit.strip() == "max" else max(0, int(limit) - int(used))
 
 
-def materialise(split: MapStyle, seed: int, num_classes: int) -> TensorSplit:
-    """Read every sample once into one array, with the randomness of epoch 0 if it has any.
+def materialise(split: MapStyle, seed: int, num_classes: int, alive: Callable[[], None] = lambda: None) -> TensorSplit:
+    """Read every sample once into one array, with the randomness of epoch 0 if it has any; `alive` is called for each.
 
     Raises ConfigError if the images are not uint8 of one shape.
     """
     if isinstance(split, TensorSplit):
         return split
     samples = KeyedSamples(split, seed, num_classes)
-    images, labels = zip(*(samples[0, index] for index in range(len(split))), strict=True)
+    pairs = []
+    for index in range(len(split)):
+        pairs.append(samples[0, index])
+        alive()
+    images, labels = zip(*pairs, strict=True)
     first = images[0]
     for index, image in enumerate(images):
         if image.shape != first.shape or image.dtype != torch.uint8:
