@@ -80,14 +80,15 @@ def verify_faults(place: Place, nproc: int, hang_timeout_s: float, only: FaultKi
 def _try(case: Case, whole: Ended, start: Callable[[], Ended]) -> Row:
     """`start` starts the run, and the second time goes on with it."""
     ended = start()
-    happened, problems = f"exit {ended.code}: {_short(ended.last_line)}", ended.unlike(case.code)
+    code, problems = ended.code, ended.unlike(case.code)
     if case.code != EXIT_DONE and not problems:
         ended = start()
         problems = ended.unlike(EXIT_DONE)
-    if case.says not in ended.output:
+    said = next((line for line in ended.output.splitlines() if case.says in line), None)
+    if said is None:
         problems.append(f"the screen does not say {case.says!r}; see {ended.log}")
     problems = problems or ended.lost() + case.check(whole, ended)
-    return Row(case.name, EXPECTED[case.code], happened, problems)
+    return Row(case.name, EXPECTED[case.code], f"exit {code}: {_short(said or ended.last_line)}", problems)
 
 
 def _short(line: str) -> str:
