@@ -70,6 +70,9 @@ def log_point(job: Job) -> None:
     if clock.busy_s:
         metrics["perf/images_per_sec"] = clock.samples / clock.busy_s
         metrics["perf/data_wait_fraction"] = clock.data_wait_s / clock.busy_s
+    if clock.checkpoint_stall_s:
+        metrics["perf/checkpoint_stall_s"] = clock.checkpoint_stall_s
+        clock.checkpoint_stall_s = 0.0
     if job.context.scaler is not None:
         metrics |= {"fp16/scale": job.fp16_scale(), "fp16/skipped": float(state.skipped)}
     job.tracker.log(state.step, metrics)

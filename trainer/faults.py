@@ -21,10 +21,16 @@ def faults_of(faults: tuple[FaultConfig, ...], rank: int, attempt: str) -> tuple
     return tuple(fault for fault in faults if fault.rank == rank and fault.attempt in (None, number))
 
 
-def strike(faults: tuple[FaultConfig, ...], step: int, pieces: Pieces, checkpoints: Path) -> Pieces:
-    """Let the faults of this step happen, before its forward pass. Returns what is to be trained on."""
+def strike(
+    faults: tuple[FaultConfig, ...], step: int, pieces: Pieces, checkpoints: Path, land: Callable[[], None]
+) -> Pieces:
+    """Let the faults of this step happen, before its forward pass. Returns what is to be trained on.
+
+    `land` waits for the checkpoint that is being written, so that a fault leaves the same one each time.
+    """
     for fault in faults:
         if fault.step == step:
+            land()
             pieces = nan(pieces) if fault.kind == "nan" else pieces
             if fault.kind in _FAULTS:
                 print(f"fault: {fault.kind} at step {step}", flush=True)

@@ -76,9 +76,8 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
-                save = context.is_rank_zero and job.checkpoint_minutes_due()
                 own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
-                values = signal_values(signals, context.rank, own_loss, stop=job.stop.is_set, save=save)
+                values = signal_values(signals, context.rank, own_loss, stop=job.stop.is_set, save=job.wants_save())
                 torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None
     outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
@@ -176,7 +175,7 @@ def agreed_by(job: Job, values: list[float]) -> Agreed:
     """What an outcome says: the ranks' reduced signals, or of one process the loss."""
     if job.signals is not None:
         return agreed_from(values)
-    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), () if math.isfinite(values[0]) else (0,))
+    return Agreed(job.stop.is_set, job.wants_save(), () if math.isfinite(values[0]) else (0,))
 
 
 def bad_loss(job: Job, lr: float) -> TrainingError:
@@ -193,10 +192,13 @@ def bad_loss(job: Job, lr: float) -> TrainingError:
 
 def stop_if_weights_bad(job: Job) -> None:
     """Raise TrainingError rather than save weights that are not finite. They are equal on all ranks."""
-    if bool(torch.stack([parameter.isfinite().all() for parameter in job.model.parameters()]).all()):
+    # One pass without temporaries. A sum that is finite has no term that is not; one that is not may only be too large.
+    sums = torch.stack([parameter.detach().sum().isfinite() for parameter in job.model.parameters()])
+    bad = None if bool(sums.all()) else _first_bad_parameter(job)
+    if bad is None:
         return
     raise TrainingError(
-        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {_first_bad_parameter(job)}; "
+        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {bad}; "
         "they are not saved, the last checkpoint stands; use a lower optim.lr or optim.max_grad_norm"
     )
 

@@ -39,6 +39,19 @@ class MLP(nn.Module):
         return F.log_softmax(x, dim=1) if self.log_softmax else x
 
 
+def random_layers(model: nn.Module) -> list[str]:
+    """Names of the modules that draw random numbers in training, as far as their class and its rate tell."""
+    return [name or type(module).__name__ for name, module in model.named_modules() if _draws(module)]
+
+
+def _draws(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    is_dropout = "Drop" in kind or kind == "StochasticDepth"
+    names = ("p", "drop_prob") if is_dropout else ("dropout",)  # the last of attention and recurrent layers
+    rates = [getattr(module, name, 0) for name in names]
+    return isinstance(module, nn.RReLU) or any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+
+
 def _conv(
     before: int, after: int, *, kernel: int = 3, stride: int = 1, padding: int = 1, pool: bool = False
 ) -> nn.Module:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from configs.derive import plan_batches
 from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from configs.schema import LossConfig
-from trainer import checkpoint, resume, summary
+from trainer import checkpoint, disk, resume, summary
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
 from trainer.console import Console
@@ -35,6 +34,7 @@ from trainer.metrics import LossWindow
 from trainer.models import build_model
 from trainer.optim import Ema, averaged_tensors, build_optimizer
 from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.saving import Saver
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, Tracker
 
@@ -65,6 +65,7 @@ class Run:
         job, facts, screen = self.build(context)
         commit = summary.ask_git() if context.is_rank_zero else None
         last = resume.resume_newest(job, self.run_dir.checkpoints, facts)
+        context.together(lambda: self._check_space(job, facts) if context.is_rank_zero else None)
         if context.is_rank_zero:
             commit_settings(self.run_dir, self.attempt)
         if last is not None:
@@ -75,6 +76,9 @@ class Run:
             job.tracker = Tracker(self.run_dir, job.state.logged_until(), json.dumps(facts["config"], indent=1))
         try:
             is_finished, result = self._train(job, commit)
+        except BaseException:
+            job.saver.abandon()
+            raise
         finally:
             job.console.close()
             job.tracker.close()
@@ -83,13 +87,23 @@ class Run:
             summary.check_expectations(job.config.expect, result["metrics"])
         return Ending(is_finished, job.state.step, job.state.epoch, step_name(job.state.step))
 
+    def _check_space(self, job: Job, facts: dict[str, Any]) -> None:
+        """Before the first step: what the run is to hold at once fits, the best and the one being written included."""
+        folder, most = self.run_dir.checkpoints, job.config.checkpoint.keep + 2
+        more = max(1, most - len(checkpoint.step_folders(folder)))
+        each, largest = resume.needed_space(job, facts)
+        why = f"{more} more checkpoints of {each:,} bytes, up to {most} at once"
+        disk.check_space(folder, more * each, largest, why)
+
     def _train(self, job: Job, commit: summary.GitAnswer | None) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the run is finished, and if it is, its result."""
         job.console.start(job.total_steps, job.state.step)
         gc.freeze()  # all that was built so far stays; only what training makes is looked through
         gc.enable()
         seen, began = job.state.samples_seen, time.monotonic()
-        if not train(job):
+        is_finished = train(job)
+        job.saver.settle()
+        if not is_finished:
             return False, None
         # An earlier attempt may have been killed between its last checkpoint and its result.
         if not job.evaluations and not evaluate(job):
@@ -106,9 +120,9 @@ class Run:
         """model.safetensors, complete or absent, for other programs."""
         aside = self.run_dir.weights.with_suffix(".tmp")
         try:
-            checkpoint.write_tensors(aside, resume.averaged_state(job, job.evaluator.model))
+            disk.write_tensors(aside, resume.averaged_state(job, job.evaluator.model))
             aside.replace(self.run_dir.weights)
-            checkpoint.sync(self.run_dir.path)
+            disk.sync(self.run_dir.path)
         finally:
             aside.unlink(missing_ok=True)
 
@@ -173,6 +187,8 @@ class Run:
             channels_last=config.channels_last,
         )
         facts = self._facts(context, data, batch.global_batch_size)
+        console = self._console(context)
+        saver = self._saver(context, console)
         module, signals = prepare(context, model, compile_it=config.compile)
         self.job = job = Job(
             config=config,
@@ -189,10 +205,11 @@ class Run:
             loss_sum=partial(LOSSES[config.loss.name], config.loss),
             evaluator=evaluator,
             tracker=NullTracker(),
-            console=self._console(context),
+            console=console,
             stop=self.stop,
             save=partial(self._save, facts),
-            faults=self._faults(context),
+            saver=saver,
+            faults=self._faults(context, saver),
             window=LossWindow(context),
         )
         return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason)
@@ -200,6 +217,10 @@ class Run:
     def _console(self, context: RunContext) -> Console:
         every_s = self.plan.config.log.console_every_s
         return Console(active=context.is_rank_zero, terminal=self.plan.terminal, every_s=every_s)
+
+    def _saver(self, context: RunContext, console: Console) -> Saver:
+        config, folder = self.plan.config, self.run_dir.checkpoints
+        return Saver(context, folder, config.checkpoint.keep, config.launch.collective_timeout_s, console.post)
 
     def _model(self, context: RunContext, data: Data, shape: tuple[int, int, int]) -> nn.Module:
         config = self.plan.config
@@ -213,9 +234,11 @@ class Run:
             model = model.to(memory_format=torch.channels_last)
         return model.to(context.device)
 
-    def _faults(self, context: RunContext) -> Callable[[int, Pieces], Pieces] | None:
+    def _faults(self, context: RunContext, saver: Saver) -> Callable[[int, Pieces], Pieces] | None:
         faults = faults_of(self.plan.config.faults, context.rank, self.attempt.path.name)
-        return (lambda step, pieces: strike(faults, step, pieces, self.run_dir.checkpoints)) if faults else None
+        if not faults:
+            return None
+        return lambda step, pieces: strike(faults, step, pieces, self.run_dir.checkpoints, saver.land)
 
     def _facts(self, context: RunContext, data: Data, global_batch_size: int) -> dict[str, Any]:
         """What a checkpoint says of its run; resume.py compares some of it."""
@@ -236,15 +259,13 @@ class Run:
             "versions": summary.versions(),
         }
 
-    def _save(self, facts: dict[str, Any], job: Job, is_best: bool) -> Path:
+    def _save(self, facts: dict[str, Any], job: Job, is_best: bool) -> None:
+        start = time.perf_counter()
+        job.saver.settle()
         stop_if_weights_bad(job)
         job.tracker.flush()
-        snapshot = resume.snapshot(job, facts)
-        path = checkpoint.save(
-            job.context, self.run_dir.checkpoints, snapshot, job.config.checkpoint.keep, is_best=is_best
-        )
-        job.console.line(f"saved {path.name}")
-        return path
+        job.saver.save(resume.snapshot(job, facts), is_best=is_best)
+        job.clock.checkpoint_stall_s += time.perf_counter() - start
 
 
 def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:

@@ -2,10 +2,13 @@
 
 import os
 import signal
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from trainer.saving import THREAD
 
 
 class Images:
@@ -115,6 +118,13 @@ class NotFinite(_Hooked):
         return logits * float("nan")
 
 
+def finish_writing() -> None:
+    """Wait until this rank has written its part of the last checkpoint, so that it is there each time."""
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
+
+
 def _when(event: str) -> int:
     """The training forward pass (counted from 0 in this process) at which this rank shall DIE or STOP; -1: at none."""
     is_mine = os.environ.get("RANK", "0") == os.environ.get(f"{event}_RANK", "0")
@@ -132,6 +142,7 @@ class _Mortal(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.training:
             if self.calls == self.die_at:
+                finish_writing()
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.calls == self.stop_at:
                 os.kill(os.getpid(), signal.SIGTERM)
