@@ -69,7 +69,7 @@ def step_folders(folder: Path) -> list[Path]:
 def recover(folder: Path, skipped: Damage) -> None:
     """Clear what a kill left behind: half a checkpoint that was being written or deleted, and one that was being
     replaced by another of the same step. By one process only, while nobody saves."""
-    for leftover in folder.glob(f"{ASIDE}*step_*"):
+    for leftover in (*folder.glob(f"{ASIDE}*step_*"), *folder.glob(f".{BEST}.*.tmp")):
         remove(leftover)
     for old in folder.glob(f"{OLD}step_*"):
         final = folder / old.name.removeprefix(OLD)
