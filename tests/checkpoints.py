@@ -21,6 +21,9 @@ def alone() -> RunContext:
     return rank_of(0, 1)
 
 
+def nothing() -> None: ...
+
+
 def saver_of(context: RunContext, folder: Path, keep: int = 9, said: list[str] | None = None) -> Saver:
     return Saver(context, folder, keep, 60.0, ([] if said is None else said).append)
 
@@ -28,7 +31,7 @@ def saver_of(context: RunContext, folder: Path, keep: int = 9, said: list[str] |
 def save(context: RunContext, folder: Path, snapshot: Snapshot, keep: int = 9, *, is_best: bool = False) -> Path:
     """Save and wait until it is published. Raises what went wrong, after clearing up."""
     saver = saver_of(context, folder, keep)
-    saver.save(snapshot, is_best=is_best)
+    saver.save(snapshot, is_best=is_best, before=nothing)
     try:
         saver.settle()
     finally:

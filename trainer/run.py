@@ -264,7 +264,7 @@ class Run:
         job.saver.settle()
         stop_if_weights_bad(job)
         job.tracker.flush()
-        job.saver.save(resume.snapshot(job, facts), is_best=is_best)
+        job.saver.save(resume.snapshot(job, facts), is_best=is_best, before=job.tracker.sync)
         job.clock.checkpoint_stall_s += time.perf_counter() - start
 
 

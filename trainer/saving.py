@@ -58,6 +58,7 @@ class _Flight:
     """On the host; of what is shared, rank 0's."""
     final: Path
     is_best: bool
+    before: Callable[[], None]
     copied: torch.cuda.Event | None
     """When a GPU has done the copies; None where they are done."""
     thread: threading.Thread = field(init=False)
@@ -111,11 +112,12 @@ class Saver:
         """Whether this rank's writer failed; settle() will tell all."""
         return self._flight is not None and self._flight.error is not None
 
-    def save(self, snapshot: Snapshot, *, is_best: bool) -> None:
-        """Copy what is to be saved and return; it is written meanwhile. Called by all ranks, after settle()."""
+    def save(self, snapshot: Snapshot, *, is_best: bool, before: Callable[[], None]) -> None:
+        """Copy what is to be saved and return; it is written meanwhile. Called by all ranks, after settle().
+        Rank 0's writer calls `before` just before it publishes."""
         assert self._flight is None, "the save before is not settled"
         flight = self._flight = _Flight(
-            self._copied(snapshot), self._folder / step_name(snapshot.step), is_best, _mark()
+            self._copied(snapshot), self._folder / step_name(snapshot.step), is_best, before, _mark()
         )
         flight.thread = threading.Thread(target=self._write, args=(flight,), name=THREAD, daemon=True)
         flight.thread.start()
@@ -176,6 +178,7 @@ class Saver:
             files = self._write_own(flight)
             flight.written.set()
             if self._context.is_rank_zero and self._has_all_parts(flight):
+                flight.before()
                 publish(flight.aside, flight.final, files)
                 flight.is_published = True
                 self._announce(f"saved {flight.final.name}")

@@ -8,6 +8,7 @@ from typing import IO, Any
 
 from configs.contract import write_atomically
 from configs.run_dir import RunDir
+from trainer.disk import in_one_sentence
 
 
 def as_json(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -43,14 +44,19 @@ class Tracker:
             self._events().file_writer.add_summary(summary)
 
     def flush(self) -> None:
-        """Put everything so far on its way to the disk (before a checkpoint says that it is saved)."""
+        """Give everything so far to the system."""
         self._lines.flush()
-        os.fsync(self._lines.fileno())
         if self._writer is not None:
             self._writer.flush()
 
+    def sync(self) -> None:
+        """Put what was flushed on the disk, before a checkpoint says that it is saved. From any thread."""
+        with in_one_sentence("write", self._run_dir.metrics):
+            os.fsync(self._lines.fileno())
+
     def close(self) -> None:
         self.flush()
+        self.sync()
         self._lines.close()
         if self._writer is not None:
             self._writer.close()
@@ -88,5 +94,7 @@ class NullTracker:
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None: ...
 
     def flush(self) -> None: ...
+
+    def sync(self) -> None: ...
 
     def close(self) -> None: ...

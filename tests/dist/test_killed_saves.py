@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from tests.checkpoints import alone, rank_of, save, saver_of, snapshot
+from tests.checkpoints import alone, nothing, rank_of, save, saver_of, snapshot
 from tests.dist.harness import exit_statuses, fork, wait_for
 from trainer import checkpoint, disk, saving
 from trainer.checkpoint import fault_of, newest_valid, step_folders
@@ -76,7 +76,7 @@ def save_and_say(folder: Path, step: int, said: Path) -> None:
     """Save `step` as the best, by one process, and append what is announced to the file `said`."""
     saver = saver_of(alone(), folder, keep=2)
     saver._announce = lambda text: said.open("a", encoding="utf-8").write(text + "\n") and None
-    saver.save(snapshot(step, 9.0), is_best=True)
+    saver.save(snapshot(step, 9.0), is_best=True, before=nothing)
     saver.settle()
 
 
@@ -186,7 +186,7 @@ def two_ranks(folder: Path, step: int, value: float, gone: Path, victim: int | N
         if rank == victim:
             die_at_touch(number, folder)
         saver = saver_of(rank_of(rank, 2), folder)
-        saver.save(snapshot(step, value, world_size=2, rank=rank), is_best=False)
+        saver.save(snapshot(step, value, world_size=2, rank=rank), is_best=False, before=nothing)
         if rank == 0 and victim == 1:
             wait_for(gone.exists, "the end of rank 1")
             saving.PEER_PATIENCE_S = 0.0
@@ -217,7 +217,7 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path) -> Non
             watch(folder, lambda event, path: file.write(f"{event} {path}\n") and None)
             saver = saver_of(alone(), folder, keep=2)
             saver._announce = lambda text: file.write(text + "\n") and None
-            saver.save(snapshot(4), is_best=False)
+            saver.save(snapshot(4), is_best=False, before=lambda: file.write("before\n") and None)
             saver.settle()
         return 0
 
@@ -231,6 +231,7 @@ def test_everything_is_on_the_disk_before_it_is_published(tmp_path: Path) -> Non
         assert flushed < rename
         assert not [line for line in lines[flushed:] if line == f"written {aside}/{name}"]
     assert lines[rename - 1] == f"fsync {aside}"
+    assert lines.index("before") < rename
     around = lines.index(f"fsync {folder}")
     assert rename < around < lines.index("saved step_00000004")
     removals = [index for index, line in enumerate(lines) if line.startswith(("os.remove", "os.rmdir", "shutil"))]
