@@ -165,6 +165,22 @@ class Mortal(_Mortal):
         return logits
 
 
+class Touches(_Mortal):
+    """Makes the file `path` in training forward pass `at` of rank 0."""
+
+    def __init__(self, num_classes: int, path: str, at: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.path, self.at = path, at
+
+    def logits(self, images: Tensor) -> Tensor:
+        if self.training and self.calls - 1 == self.at and os.environ.get("RANK", "0") == "0":
+            with open(self.path, "w", encoding="ascii"):
+                pass
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
 class WithDropout(_Mortal):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
