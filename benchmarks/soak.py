@@ -63,9 +63,8 @@ def main() -> int:
     problems += _compare(folder, run, options.nproc)
     for what, count in sorted(where.items()):
         print(f"{count:4d} {what}")
-    print(
-        f"{options.kills} kills, {lost} losses, {skipped} incomplete folders seen; {'; '.join(problems) or 'bits equal'}"
-    )
+    verdict = "; ".join(problems) or "bits equal"
+    print(f"{options.kills} kills, {lost} losses, {skipped} incomplete folders seen; {verdict}")
     if not problems:
         shutil.rmtree(folder)
     return 1 if problems else 0

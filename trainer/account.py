@@ -106,7 +106,7 @@ def _written(path: Path, otherwise: float) -> float:
     return otherwise
 
 
-def counted(before: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+def that_counts(before: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
     """Seconds by kind of all that counts: what the checkpoint brought and this attempt's own.
 
     Start-up is that of the run's first attempt; later ones are time that restarts cost.
@@ -178,8 +178,8 @@ class TimeOfRun(NamedTuple):
 
 
 def time_of_run(before: Mapping[str, float], own: Mapping[str, float], earlier: Earlier) -> TimeOfRun:
-    """What `counted` does not name of the wall time of all attempts went into restarts."""
-    seconds = counted(before, own)
+    """What `that_counts` does not name of the wall time of all attempts went into restarts."""
+    seconds = that_counts(before, own)
     wall_s = earlier.wall_s + sum(own.values())
     return TimeOfRun(seconds | {"restarts": max(0.0, wall_s - sum(seconds.values()))}, earlier.replayed_steps)
 

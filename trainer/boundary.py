@@ -3,7 +3,7 @@
 import math
 import time
 
-from configs.beat import BOUNDARY, DATA, EVALUATION
+from configs.beat import BOUNDARY, DATA, EVALUATION, SAVING
 from configs.derive import counted
 from trainer.evaluate import EvalResult
 from trainer.job import Job
@@ -79,14 +79,17 @@ def log_point(job: Job) -> None:
     if job.grad_norm is not None:
         metrics["optim/grad_norm"] = float(job.grad_norm)
         job.grad_norm = None
-    busy_s, data_wait_s = account.busy_s(), account.seconds[DATA]
+    busy_s, data_wait_s, stall_s = account.busy_s(), account.seconds[DATA], account.seconds[SAVING]
     if seconds := busy_s - clock.busy_s:
         metrics["perf/images_per_sec"] = (state.samples_seen - clock.samples) / seconds
         metrics["perf/data_wait_fraction"] = (data_wait_s - clock.data_wait_s) / seconds
+    if stall_s > clock.stall_s:
+        metrics["perf/checkpoint_stall_s"] = stall_s - clock.stall_s
     if job.context.scaler is not None:
         metrics |= {"fp16/scale": job.fp16_scale(), "fp16/skipped": float(state.skipped)}
     job.tracker.log(state.step, metrics)
-    clock.busy_s, clock.data_wait_s, clock.samples = busy_s, data_wait_s, state.samples_seen
+    clock.busy_s, clock.data_wait_s, clock.stall_s = busy_s, data_wait_s, stall_s
+    clock.samples = state.samples_seen
 
 
 def evaluate(job: Job) -> bool:

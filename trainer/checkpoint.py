@@ -2,39 +2,36 @@
 
 `checkpoints/step_00000123/` holds model, optimizer, ema (one file each, written by rank 0), rank_R (what belongs to
 rank R alone: running statistics and its share of the logged loss), state.json and, last of all, manifest.json with
-sizes and SHA-256. The folder is written under another name and renamed when everything is on the disk.
+sizes and SHA-256. saving.py writes it under another name and renames it when everything is on the disk.
 """
 
-import contextlib
-import hashlib
 import json
-import os
-import shutil
-from collections.abc import Callable, Iterator
+import re
+import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from configs.contract import write_atomically
-from configs.errors import CheckpointError, EnvironmentProblem
+from configs.errors import CheckpointError
 from configs.run_dir import STEP_FOLDER, step_name
-from trainer.runtime import RunContext
+from trainer.disk import remove, sha256
 
 FORMAT = 1
-MANIFEST = "manifest.json"
-_BEST = "best.json"
-_OLD = ".old_"
-_FIXES = {
-    "File too large": "raise `ulimit -f`",
-    "Permission denied": "make the folder writable",
-    "Read-only file system": "make the folder writable",
-}
+MANIFEST, STATE = "manifest.json", "state.json"
+ASIDE, OLD = ".tmp_", ".old_"
+"""Before the name of a checkpoint: one that is being written or deleted, and one that is being replaced."""
+BEST = "best.json"
+_FILE = re.compile(r"[a-z0-9_]+\.(safetensors|json)", re.ASCII)
 
 Tensors = dict[str, Tensor]
+Damage = Callable[[Path, str], None]
+"""Told of each checkpoint that cannot be used, and why."""
 
 
 @dataclass(frozen=True)
@@ -58,149 +55,86 @@ class Loaded:
     state: dict[str, Any]
 
 
+def rank_file(rank: int) -> str:
+    """Name of the file with what belongs to `rank` alone."""
+    return f"rank_{rank}.safetensors"
+
+
 def step_folders(folder: Path) -> list[Path]:
     """Published checkpoints, oldest first; a name that only resembles one is none."""
     found = [(int(match[1]), path) for path in folder.glob("step_*") if (match := STEP_FOLDER.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return [path for step, path in sorted(found) if path.name == step_name(step)]
 
 
-def save(context: RunContext, folder: Path, snapshot: Snapshot, keep: int, *, is_best: bool) -> Path:
-    """Write, publish, then delete all but the `keep` newest. Called by all ranks; what fails on one raises on all."""
-    final = folder / step_name(snapshot.step)
-    aside = folder / f".tmp_{final.name}"
-    context.together(lambda: _open_aside(aside) if context.is_rank_zero else None)
-    with _no_half_folder(context, aside):
-        context.together(lambda: write_tensors(aside / f"rank_{context.rank}.safetensors", snapshot.own))
-        context.together(lambda: _publish(aside, final, snapshot) if context.is_rank_zero else None)
-    context.together(lambda: _tidy(final, keep, is_best=is_best) if context.is_rank_zero else None)
-    return final
-
-
-@contextlib.contextmanager
-def _no_half_folder(context: RunContext, aside: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        if context.is_rank_zero:
-            shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _open_aside(aside: Path) -> None:
-    """Make the folder to write in; what a killed save left behind goes first."""
-    for leftover in aside.parent.glob(".tmp_step_*"):
-        shutil.rmtree(leftover)
-    recover(aside.parent)
-    aside.mkdir(parents=True)
-
-
-def recover(folder: Path) -> None:
-    """Finish what a kill cut short while a checkpoint was replaced by one of the same step. By one process only."""
-    for old in folder.glob(f"{_OLD}step_*"):
-        final = folder / old.name.removeprefix(_OLD)
+def recover(folder: Path, skipped: Damage) -> None:
+    """Clear what a kill left behind: half a checkpoint that was being written or deleted, and one that was being
+    replaced by another of the same step. By one process only, while nobody saves."""
+    for leftover in (*folder.glob(f"{ASIDE}*step_*"), *folder.glob(f".{BEST}.*.tmp")):
+        remove(leftover)
+    for old in folder.glob(f"{OLD}step_*"):
+        final = folder / old.name.removeprefix(OLD)
+        fault = fault_of(final) if final.exists() else None
+        if fault is not None:
+            skipped(final, fault)
+            set_aside(final)
         if final.exists():
-            shutil.rmtree(old)
+            remove(old)
         else:
             old.rename(final)
 
 
-def _publish(aside: Path, final: Path, snapshot: Snapshot) -> None:
-    for stem, tensors in snapshot.shared.items():
-        write_tensors(aside / f"{stem}.safetensors", tensors)
-    state = json.dumps(snapshot.state | {"format": FORMAT}, indent=1)
-    _on_disk(aside / "state.json", lambda: (aside / "state.json").write_text(state, encoding="utf-8"))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(aside.iterdir())}
-    _on_disk(aside / MANIFEST, lambda: (aside / MANIFEST).write_text(json.dumps(files, indent=1), encoding="utf-8"))
-    sync(aside)
-    old = final.with_name(_OLD + final.name)
-    if final.exists():  # the same step again: after a stop that put off what was due, or a resume from an older one
-        final.rename(old)
-    aside.rename(final)
-    sync(final.parent)
-    if old.exists():
-        shutil.rmtree(old)
-
-
-def write_tensors(path: Path, tensors: Tensors) -> None:
-    """A safetensors file that is on the disk when this returns. Raises EnvironmentProblem."""
-    # Clones: two names may share memory (a module used twice, a buffer that is a view), which safetensors refuses.
-    plain = {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-    _on_disk(path, lambda: save_file(plain, path))
-
-
-def _on_disk(path: Path, write: Callable[[], object]) -> None:
-    """Write and fsync; a full disk, a quota or a read-only folder becomes one sentence with the path."""
-    try:
-        write()
-        sync(path)
-    except Exception as error:  # safetensors wraps an OSError in its own class
-        if not isinstance(error, OSError) and "I/O error" not in str(error) and "Io" not in str(error):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        fix = next((fix for sign, fix in _FIXES.items() if sign in reason), "free some space")
-        raise EnvironmentProblem(
-            f"cannot write {path}: {reason} ({free:,} bytes free); the last checkpoint stands; {fix}"
-        ) from error
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _tidy(final: Path, keep: int, *, is_best: bool) -> None:
-    if is_best:
-        write_atomically(final.parent / _BEST, json.dumps({"name": final.name}))
-    _delete_old(final, keep)
-
-
-def _delete_old(final: Path, keep: int) -> None:
-    """Of the checkpoints up to `final` keep the newest `keep` and the best; what is newer is not judged here."""
-    best, found = best_name(final.parent), step_folders(final.parent)
-    for path in found[: found.index(final) + 1][:-keep]:
-        if path.name != best:
-            shutil.rmtree(path)
+def mark_best(folder: Path, name: str) -> None:
+    """Have best.json name the checkpoint that evaluated best."""
+    if best_name(folder) != name:
+        write_atomically(folder / BEST, json.dumps({"name": name}))
 
 
 def best_name(folder: Path) -> str | None:
-    """Name of the checkpoint that evaluated best, if there is one."""
+    """Name of the checkpoint that evaluated best, if there is one; it may be missing."""
     try:
-        name = json.loads((folder / _BEST).read_text(encoding="utf-8"))["name"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        name = json.loads((folder / BEST).read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return name if isinstance(name, str) and STEP_FOLDER.fullmatch(name) else None
 
 
 def fault_of(path: Path) -> str | None:
     """Why the checkpoint `path` cannot be used; None if every byte is as it was written."""
+    if not path.is_dir():
+        return "it is no folder"
+    place = MANIFEST
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if "state.json" not in manifest:
-            return f"{MANIFEST} does not list state.json"
         for name, facts in manifest.items():
-            size = (path / name).stat().st_size
-            if size != facts["bytes"]:
-                return f"{name} has {size:,} of {facts['bytes']:,} bytes"
-            if _sha256(path / name) != facts["sha256"]:
-                return f"{name} is not what was written (its SHA-256 differs)"
+            if fault := _file_fault(path, name, facts["bytes"], facts["sha256"]):
+                return fault
+        if STATE not in manifest:
+            return f"{MANIFEST} does not list {STATE}"
+        place = STATE
+        world_size = json.loads((path / STATE).read_text(encoding="utf-8"))["world_size"]
+        if world_size < 1:
+            return f"{STATE} says that {world_size} ranks saved it"
+        unlisted = next((rank for rank in range(world_size) if rank_file(rank) not in manifest), None)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        return f"{MANIFEST} is not readable: {error}"
-    return None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
+        return f"{place} is not readable: {type(error).__name__}: {error}"
+    return None if unlisted is None else f"{MANIFEST} does not list {rank_file(unlisted)} of {world_size} ranks"
 
 
-def newest_valid(folder: Path, skipped: Callable[[Path, str], None]) -> Path | None:
+def _file_fault(path: Path, name: str, num_bytes: int, digest: str) -> str | None:
+    """What is wrong with one file of the checkpoint `path`. A manifest can name none outside of it, nor a device."""
+    if not _FILE.fullmatch(name):
+        return f"{MANIFEST} lists {name!r}, which is no file of a checkpoint"
+    facts = (path / name).stat()
+    if not stat.S_ISREG(facts.st_mode):
+        return f"{name} is no file"
+    if facts.st_size != num_bytes:
+        return f"{name} has {facts.st_size:,} of {num_bytes:,} bytes"
+    return None if sha256(path / name) == digest else f"{name} is not what was written (its SHA-256 differs)"
+
+
+def newest_valid(folder: Path, skipped: Damage) -> Path | None:
     """The newest checkpoint without a fault; each newer one that has one is told to `skipped`, with its fault."""
     for path in reversed(step_folders(folder)):
         fault = fault_of(path)
@@ -210,23 +144,29 @@ def newest_valid(folder: Path, skipped: Callable[[Path, str], None]) -> Path | N
     return None
 
 
-def set_aside(path: Path) -> None:
+def set_aside(path: Path) -> Path:
     """Rename a damaged checkpoint, so that it is neither counted as one to keep nor in the way of the next."""
     aside = path.with_name(f"damaged_{path.name}")
-    if aside.exists():
-        shutil.rmtree(aside)
-    path.rename(aside)
+    remove(aside)
+    return path.rename(aside)
 
 
 def load(path: Path) -> Loaded:
-    """Read a checkpoint that fault_of() found good. Raises CheckpointError if its format is not this version's."""
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    """Read a checkpoint that fault_of() found good; nothing but what its manifest lists.
+    Raises CheckpointError if it is of another format."""
+    state = json.loads((path / STATE).read_text(encoding="utf-8"))
     if state.get("format") != FORMAT:
-        raise CheckpointError(f"{path} has format {state.get('format')} and this version reads format {FORMAT}")
-    stems = {file.stem for file in path.glob("*.safetensors")}
-    ranks = [load_file(path / f"rank_{rank}.safetensors") for rank in range(state["world_size"])]
-    shared = {stem: load_file(path / f"{stem}.safetensors") for stem in stems if not stem.startswith("rank_")}
-    return Loaded(path.name, shared, ranks, state)
+        raise CheckpointError(
+            f"{path} has format {state.get('format')} and this version reads format {FORMAT}; "
+            "go on with the version that wrote it"
+        )
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    try:
+        files = {Path(name).stem: load_file(path / name) for name in manifest if name.endswith(".safetensors")}
+    except Exception as error:  # the hashes are right: something else made it like this
+        raise CheckpointError(f"{path} holds what is no safetensors file: {error}; use another checkpoint") from error
+    ranks = [files.pop(f"rank_{rank}") for rank in range(state["world_size"])]
+    return Loaded(path.name, files, ranks, state)
 
 
 def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ...]) -> Tensors:

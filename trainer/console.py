@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections import deque
 from typing import IO, Any
 
 
@@ -14,8 +15,21 @@ class Console:
         self._terminal: IO[str] | None = open(terminal, "w", encoding="utf-8") if active and terminal else None  # noqa: SIM115
         self._bar: Any = None
         self._last_line = time.monotonic()
+        self._posted: deque[str] = deque()
+
+    def post(self, text: str) -> None:
+        """`line` for other threads: shown with the training thread's next step or line, so that none is torn."""
+        self._posted.append(text)
 
     def line(self, text: str) -> None:
+        self._show_posted()
+        self._show(text)
+
+    def _show_posted(self) -> None:
+        while self._posted:
+            self._show(self._posted.popleft())
+
+    def _show(self, text: str) -> None:
         if self.active:
             print(text, flush=True)
             self._last_line = time.monotonic()
@@ -31,6 +45,8 @@ class Console:
 
     def progress(self, step: int, total: int, epoch: int, train_loss: float | None) -> None:
         """Called after each step; cheap unless something is shown."""
+        if self._posted:
+            self._show_posted()
         if self._bar is not None:
             self._bar.n = step
             self._bar.set_postfix_str("" if train_loss is None else f"train/loss {train_loss:.4f}", refresh=False)
@@ -40,6 +56,7 @@ class Console:
             self.line(f"step {step}/{total}  epoch {epoch}{loss}")
 
     def close(self) -> None:
+        self._show_posted()
         with contextlib.suppress(OSError):  # the terminal may be gone by now
             if self._bar is not None:
                 self._bar.close()

@@ -18,10 +18,18 @@ Pieces = list[tuple[Tensor, Tensor]]
 class Faults:
     """The faults of one rank in one attempt, labelled `001` or `001-node1`. Each happens once."""
 
-    def __init__(self, faults: tuple[FaultConfig, ...], rank: int, attempt: str, checkpoints: Path) -> None:
+    def __init__(
+        self,
+        faults: tuple[FaultConfig, ...],
+        rank: int,
+        attempt: str,
+        checkpoints: Path,
+        land: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`land` waits for the checkpoint that is being written, so that a fault leaves the same one each time."""
         number = int(attempt.partition("-")[0]) if attempt[:1].isdigit() else 0
         self._left = [fault for fault in faults if fault.rank == rank and fault.attempt in (None, number)]
-        self._checkpoints = checkpoints
+        self._checkpoints, self._land = checkpoints, land
 
     def strike(self, step: int, pieces: Pieces) -> Pieces:
         """Let the first fault that is left for `step` happen, before the forward pass. Returns what to train on."""
@@ -29,6 +37,7 @@ class Faults:
         if fault is None:
             return pieces
         self._left.remove(fault)
+        self._land()
         print(f"fault: {fault.kind} at step {step}", flush=True)
         if fault.kind == "nan":
             return _nan(pieces)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +24,7 @@ from trainer.metrics import LossWindow
 from trainer.optim import Ema
 from trainer.optimizer import Optimizer
 from trainer.runtime import RunContext
+from trainer.saving import Saver
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, SampleLog, Tracker
@@ -37,6 +37,8 @@ class Clock:
     busy_s: float = 0.0
     data_wait_s: float = 0.0
     samples: int = 0
+    stall_s: float = 0.0
+    """That training stood still for checkpoints, which are written while it goes on."""
     started: float = field(default_factory=time.monotonic)
     last_save: float = field(default_factory=time.monotonic)
 
@@ -78,8 +80,9 @@ class Job:
     account: Account
     window: LossWindow
     guard: Guard
-    save: Callable[["Job", bool], Path]
-    """Writes a checkpoint of this job; the flag says that it is the best so far."""
+    save: Callable[["Job", bool], None]
+    """Has a checkpoint of this job written; the flag says that it is the best so far."""
+    saver: Saver
     facts: dict[str, Any]
     """What its checkpoints say of the run; a resume compares some of it."""
     samples: SampleLog | None
@@ -135,7 +138,12 @@ class Job:
         ends_epoch = self.state.batch_in_epoch == self.order.batches_per_epoch
         return self.config.max_steps is None and self.state.epoch == last_epoch and ends_epoch
 
-    def checkpoint_minutes_due(self) -> bool:
+    def wants_save(self) -> bool:
+        """Whether this rank wants all to save now: rank 0's clock says so, or its last save failed and all must know,
+        which saving tells them."""
+        return self.saver.has_failed or (self.context.is_rank_zero and self._minutes_are_over())
+
+    def _minutes_are_over(self) -> bool:
         minutes = self.config.checkpoint.every_minutes
         return minutes is not None and time.monotonic() - self.clock.last_save >= 60 * minutes
 

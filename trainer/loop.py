@@ -80,11 +80,10 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
-                save = context.is_rank_zero and job.checkpoint_minutes_due()
                 own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
                 per_loss = factor if job.guard.is_on else None
                 values = signal_values(
-                    signals, context.rank, own_loss, stop=job.stop.is_set, save=save, loss_factor=per_loss
+                    signals, context.rank, own_loss, stop=job.stop.is_set, save=job.wants_save(), loss_factor=per_loss
                 )
                 torch.autograd.backward([piece_loss, signals], [factor, values])
     assert loss is not None

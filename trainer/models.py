@@ -39,6 +39,19 @@ class MLP(nn.Module):
         return F.log_softmax(x, dim=1) if self.log_softmax else x
 
 
+def random_layers(model: nn.Module) -> list[str]:
+    """Names of the modules that draw random numbers in training, as far as their class and its rate tell."""
+    return [name or type(module).__name__ for name, module in model.named_modules() if _draws(module)]
+
+
+def _draws(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    is_dropout = "Drop" in kind or kind == "StochasticDepth"
+    names = ("p", "drop_prob") if is_dropout else ("dropout",)  # the last of attention and recurrent layers
+    rates = [getattr(module, name, 0) for name in names]
+    return isinstance(module, nn.RReLU) or any(isinstance(rate, int | float) and rate > 0 for rate in rates)
+
+
 def _conv(
     before: int, after: int, *, kernel: int = 3, stride: int = 1, padding: int = 1, pool: bool = False
 ) -> nn.Module:
@@ -151,11 +164,9 @@ def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int,
 
 def rank_bound_layers(model: nn.Module) -> list[str]:
     """Layers that make another number of processes another training: they see or draw what belongs to one rank."""
-    batch_norm, dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
-    found = []
-    for name, layer in model.named_modules():
-        if isinstance(layer, batch_norm) and not isinstance(layer, nn.SyncBatchNorm):
-            found.append(f"{name} ({type(layer).__name__}: its statistics are those of a rank's part of the batch)")
-        elif isinstance(layer, dropout) and layer.p > 0:
-            found.append(f"{name} ({type(layer).__name__}: drawn by each rank)")
-    return found
+    norms = [
+        f"{name} ({type(layer).__name__}: its statistics are those of a rank's part of the batch)"
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+    ]
+    return norms + [f"{name} (drawn by each rank)" for name in random_layers(model)]

@@ -67,7 +67,7 @@ def agreed_by(job: Job, values: list[float], num_samples: int) -> Agreed:
     if job.signals is not None:
         return agreed_from(values)
     bad = () if math.isfinite(values[0]) else (0,)
-    return Agreed(job.stop.is_set, job.checkpoint_minutes_due(), bad, values[0] / num_samples)
+    return Agreed(job.stop.is_set, job.wants_save(), bad, values[0] / num_samples)
 
 
 def bad_loss(job: Job, lr: float) -> TrainingError:
@@ -86,10 +86,13 @@ def bad_loss(job: Job, lr: float) -> TrainingError:
 
 def stop_if_weights_bad(job: Job) -> None:
     """Raise TrainingError rather than save weights that are not finite. They are equal on all ranks."""
-    if bool(torch.stack([parameter.isfinite().all() for parameter in job.model.parameters()]).all()):
+    # One pass without temporaries. A sum that is finite has no term that is not; one that is not may only be too large.
+    sums = torch.stack([parameter.detach().sum().isfinite() for parameter in job.model.parameters()])
+    bad = None if bool(sums.all()) else _first_bad_parameter(job)
+    if bad is None:
         return
     raise TrainingError(
-        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {_first_bad_parameter(job)}; "
+        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {bad}; "
         "they are not saved, the last checkpoint stands; use a lower optim.lr or optim.max_grad_norm"
     )
 

@@ -1,5 +1,6 @@
 """From a job to a checkpoint and back: which tensor belongs where, and whether a checkpoint fits the run."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from configs.derive import counted
 from configs.errors import CheckpointError, ConfigError, EnvironmentProblem
 from configs.run_dir import step_name
 from trainer import checkpoint
-from trainer.account import counted
+from trainer.account import that_counts
 from trainer.checkpoint import Loaded, Snapshot
+from trainer.disk import in_one_sentence
 from trainer.job import Job
+from trainer.models import random_layers
 from trainer.optim import persistent_buffers
 from trainer.state import TrainState
 
@@ -36,7 +40,7 @@ def snapshot(job: Job) -> Snapshot:
         "train_state": job.state.as_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "wall_s": job.wall_s(),
-        "time": counted(job.time_before, job.account.by_kind()),
+        "time": that_counts(job.time_before, job.account.by_kind()),
         "grad_norm": None if job.grad_norm is None else float(job.grad_norm),
     }
     return Snapshot(job.state.step, shared, own, state)
@@ -122,8 +126,9 @@ def resume_newest(job: Job, folder: Path) -> str | None:
             return None
         if (folder.is_symlink() or folder.exists()) and not folder.is_dir():
             raise EnvironmentProblem(f"{folder} is no folder; if it is a link, its disk may not be mounted")
-        checkpoint.recover(folder)
         damaged: dict[Path, str] = {}
+        with in_one_sentence("clear", folder):
+            checkpoint.recover(folder, damaged.__setitem__)
         newest = checkpoint.newest_valid(folder, damaged.__setitem__)
         for path, fault in damaged.items():
             job.console.line(f"skipped {path}: {fault}")
@@ -131,19 +136,56 @@ def resume_newest(job: Job, folder: Path) -> str | None:
             path, fault = next(iter(damaged.items()))
             raise CheckpointError(f"no valid checkpoint is left in {folder}: {path.name}: {fault}; use --fresh")
         for path in damaged:
-            checkpoint.set_aside(path)
+            if path.exists() or path.is_symlink():
+                job.console.line(f"kept what was skipped as {checkpoint.set_aside(path).name}")
         return None if newest is None else newest.name
 
     name = context.gather_objects(context.together(choose))[0]
     if name is None:
         return None
     loaded = context.together(lambda: _restore_from(job, folder / name))
-    changed = [
-        f"{key} {loaded.state[key]} -> {job.facts[key]}" for key in MACHINE if loaded.state[key] != job.facts[key]
-    ]
-    if changed:
-        job.console.line(f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits")
+    context.together(lambda: _mark_best_again(job, folder) if context.is_rank_zero else None)
+    for line in _differences(job, loaded.state, job.facts):
+        job.console.line(line)
     return name
+
+
+def _mark_best_again(job: Job, folder: Path) -> None:
+    """A kill between a checkpoint and best.json: the checkpoint itself knows that it is the best."""
+    best = step_name(job.state.best_step)
+    if checkpoint.best_name(folder) != best and checkpoint.fault_of(folder / best) is None:
+        with in_one_sentence("write", folder / checkpoint.BEST):
+            checkpoint.mark_best(folder, best)
+
+
+def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is not as it was when the checkpoint was made, and so keeps this run from going on bit by bit."""
+    changed = [f"{key} {saved[key]} -> {now[key]}" for key in MACHINE if saved[key] != now[key]]
+    torches = saved["versions"]["torch"], now["versions"]["torch"]
+    if torches[0] != torches[1]:
+        changed.append(f"torch {torches[0]} -> {torches[1]}")
+    if not changed:
+        return []
+    lines = [f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits"]
+    if layers := random_layers(job.model):
+        # What they draw is keyed by batch and rank and so not lost, but the ranks' shares are others now.
+        lines.append(f"  other random numbers from here on in {_some(layers)}")
+    layers = list(dict.fromkeys(name.rpartition(".")[0] for name in persistent_buffers(job.model)))
+    if layers and saved["world_size"] != now["world_size"]:
+        lines.append(f"  the mean of what {counted(saved['world_size'], 'rank')} had gathered in {_some(layers)}")
+    return lines
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def needed_space(job: Job) -> tuple[int, int]:
+    """Bytes of a checkpoint of all ranks, and of its largest file."""
+    now = snapshot(job)
+    files = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in (*now.shared.values(), now.own)]
+    return sum(files) + (job.context.world_size - 1) * files[-1], max(files)
 
 
 def _restore_from(job: Job, path: Path) -> Loaded:
@@ -169,26 +211,34 @@ def load_weights(model: nn.Module, source: str) -> None:
 def load_for_evaluation(job: Job, folder: Path, which: str) -> str:
     """Restore `which` (best, last or a step number), the same on all ranks. Raises CheckpointError."""
     context = job.context
-    choose = partial(_choose_for_evaluation, folder, which)
+    choose = partial(_choose_for_evaluation, folder, which, job.console.line)
     name = context.gather_objects(context.together(lambda: choose() if context.is_rank_zero else ""))[0]
     context.together(lambda: _restore_from(job, folder / name))
     return name
 
 
-def _choose_for_evaluation(folder: Path, which: str) -> str:
-    """Name of a valid checkpoint. Before the first evaluation there is no best one: then it is the last."""
-    best = checkpoint.best_name(folder) if which == "best" else None
-    if which in ("best", "last") and best is None:
-        newest = checkpoint.newest_valid(folder, lambda *_: None)
-        best = None if newest is None else newest.name
-    name = best if which in ("best", "last") else step_name(int(which))
+def _choose_for_evaluation(folder: Path, which: str, say: Callable[[str], None]) -> str:
+    """Name of a valid checkpoint. Where there is no best one, or it is damaged, that is said and it is the last."""
     there = [path.name for path in checkpoint.step_folders(folder)]
-    if name is None or name not in there:
-        raise CheckpointError(f"{folder} has no checkpoint {which!r}; it has {', '.join(there) or 'none'}")
-    fault = checkpoint.fault_of(folder / name)
-    if fault is not None:
-        raise CheckpointError(f"{folder / name} cannot be used: {fault}")
-    return name
+    if which not in ("best", "last"):
+        name = step_name(int(which))
+        if name not in there:
+            raise CheckpointError(f"{folder} has no checkpoint {which!r}; it has {', '.join(there) or 'none'}")
+        if fault := checkpoint.fault_of(folder / name):
+            raise CheckpointError(f"{folder / name} cannot be evaluated: {fault}; choose another, or `last`")
+        return name
+    best = checkpoint.best_name(folder) if which == "best" else None
+    if best is not None:
+        fault = (
+            checkpoint.fault_of(folder / best) if best in there else f"{checkpoint.BEST} names it, but it is missing"
+        )
+        if fault is None:
+            return best
+        say(f"skipped {folder / best}, the best: {fault}")
+    newest = checkpoint.newest_valid(folder, lambda path, fault: say(f"skipped {path}: {fault}"))
+    if newest is None:
+        raise CheckpointError(f"{folder} has no valid checkpoint ({', '.join(there) or 'it is empty'}); train first")
+    return newest.name
 
 
 def averaged_state(job: Job, evaluated: nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from configs.contract import WorkerPlan, write_atomically
 from configs.errors import ConfigError
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from configs.schema import LossConfig
-from trainer import checkpoint, resume, summary
+from trainer import checkpoint, disk, resume, summary
 from trainer.account import Account, earlier_attempts, straggler_lines, time_of_run
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
@@ -39,6 +38,7 @@ from trainer.optim import Ema, averaged_tensors, build_optimizer
 from trainer.outcome import stop_if_weights_bad
 from trainer.rollback import roll_back
 from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.saving import Saver
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, SampleLog, Tracker
 
@@ -72,6 +72,7 @@ class Run:
         self._watch_for_stops(context)
         commit = summary.ask_git() if context.is_rank_zero else None
         last = resume.resume_newest(job, self.run_dir.checkpoints)
+        context.together(lambda: self._check_space(job) if context.is_rank_zero else None)
         self.account.start_at(job.state.step)
         if context.is_rank_zero:
             commit_settings(self.run_dir, self.attempt)
@@ -86,6 +87,9 @@ class Run:
             job.save(job, False)  # something to go back to
         try:
             is_finished, result = self._train(job, commit)
+        except BaseException:
+            job.saver.abandon()
+            raise
         finally:
             job.console.close()
             job.tracker.close()
@@ -93,6 +97,14 @@ class Run:
         if result is not None:
             summary.check_expectations(job.config.expect, result["metrics"])
         return Ending(is_finished, job.state.step, job.state.epoch, step_name(job.state.step))
+
+    def _check_space(self, job: Job) -> None:
+        """Before the first step: what the run is to hold at once fits, the best and the one being written included."""
+        folder, most = self.run_dir.checkpoints, job.config.checkpoint.keep + 2
+        more = max(1, most - len(checkpoint.step_folders(folder)))
+        each, largest = resume.needed_space(job)
+        why = f"{more} more checkpoints of {each:,} bytes, up to {most} at once"
+        disk.check_space(folder, more * each, largest, why)
 
     def _train(self, job: Job, commit: summary.GitAnswer | None) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether the run is finished, and if it is, its result."""
@@ -105,10 +117,12 @@ class Run:
                 is_finished = train(job)
                 break
             except BadBatchError as error:
+                job.saver.settle()
                 roll_back(job, str(error), self.run_dir.checkpoints)
                 if job.context.is_rank_zero:
                     job.tracker.close()
                     job.tracker = self._tracker(job)
+        job.saver.settle()
         if not is_finished:
             return False, None
         # An earlier attempt may have been killed between its last checkpoint and its result.
@@ -141,9 +155,9 @@ class Run:
         """model.safetensors, complete or absent, for other programs."""
         aside = self.run_dir.weights.with_suffix(".tmp")
         try:
-            checkpoint.write_tensors(aside, resume.averaged_state(job, job.evaluator.model))
+            disk.write_tensors(aside, resume.averaged_state(job, job.evaluator.model))
             aside.replace(self.run_dir.weights)
-            checkpoint.sync(self.run_dir.path)
+            disk.sync(self.run_dir.path)
         finally:
             aside.unlink(missing_ok=True)
 
@@ -213,6 +227,8 @@ class Run:
             channels_last=config.channels_last,
         )
         facts = self._facts(context, data, model, batch.global_batch_size)
+        console = self._console(context)
+        saver = self._saver(context, console)
         module, signals = prepare(context, model, compile_it=config.compile)
         self.job = job = Job(
             config=config,
@@ -229,13 +245,14 @@ class Run:
             loss_sum=partial(LOSSES[config.loss.name], config.loss),
             evaluator=evaluator,
             tracker=NullTracker(),
-            console=self._console(context),
+            console=console,
             stop=self.stop,
             account=self.account,
             save=self._save,
+            saver=saver,
             facts=facts,
             samples=SampleLog(self.attempt.samples(context.rank)) if config.log.sample_ids else None,
-            faults=Faults(config.faults, context.rank, self.attempt.path.name, self.run_dir.checkpoints)
+            faults=Faults(config.faults, context.rank, self.attempt.path.name, self.run_dir.checkpoints, saver.land)
             if config.faults
             else None,
             window=LossWindow(context),
@@ -246,6 +263,10 @@ class Run:
     def _console(self, context: RunContext) -> Console:
         every_s = self.plan.config.log.console_every_s
         return Console(active=context.is_rank_zero, terminal=self.plan.terminal, every_s=every_s)
+
+    def _saver(self, context: RunContext, console: Console) -> Saver:
+        config, folder = self.plan.config, self.run_dir.checkpoints
+        return Saver(context, folder, config.checkpoint.keep, config.launch.collective_timeout_s, console.post)
 
     def _model(self, context: RunContext, data: Data, shape: tuple[int, int, int]) -> nn.Module:
         config = self.plan.config
@@ -279,17 +300,13 @@ class Run:
             "versions": summary.versions(),
         }
 
-    def _save(self, job: Job, is_best: bool) -> Path:
+    def _save(self, job: Job, is_best: bool) -> None:
         self.account.enter(SAVING)
+        job.saver.settle()
         stop_if_weights_bad(job)
         job.tracker.flush()
-        snapshot = resume.snapshot(job)
-        path = checkpoint.save(
-            job.context, self.run_dir.checkpoints, snapshot, job.config.checkpoint.keep, is_best=is_best
-        )
-        job.console.line(f"saved {path.name}")
+        job.saver.save(resume.snapshot(job), is_best=is_best, before=job.tracker.sync)
         self.account.enter(BOUNDARY)
-        return path
 
 
 def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:

@@ -117,7 +117,7 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any], spent: Time
     """Write result.json, the account of time and the HParams, show the last table. On rank 0 only."""
     write_atomically(run_dir.result, json.dumps(result | {"metrics": as_json(result["metrics"])}, indent=1))
     hparams = _flat(job.config.model_dump(mode="json")) | {"world_size": job.context.world_size}
-    job.tracker.log(job.state.step, spent.metrics())
+    job.tracker.show(job.state.step, spent.metrics())
     job.tracker.log_hparams(hparams, result["metrics"])
     rows = [
         (name, f"{100 * value:.2f} %" if "top" in name else f"{value:.4f}") for name, value in result["metrics"].items()

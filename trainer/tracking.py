@@ -10,6 +10,7 @@ from torch import Tensor
 
 from configs.contract import write_atomically
 from configs.run_dir import RunDir
+from trainer.disk import in_one_sentence
 
 
 def as_json(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -34,6 +35,10 @@ class Tracker:
         """One point: the value of each metric after `step` completed updates."""
         self._lines.write(json.dumps({"step": step} | as_json(metrics)) + "\n")
         self._lines.flush()
+        self.show(step, metrics)
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """In TensorBoard only: what result.json holds is no line of its own, which an end that is killed would double."""
         for name, value in metrics.items():
             self._events().add_scalar(name, value, step)
 
@@ -45,14 +50,19 @@ class Tracker:
             self._events().file_writer.add_summary(summary)
 
     def flush(self) -> None:
-        """Put everything so far on its way to the disk (before a checkpoint says that it is saved)."""
+        """Give everything so far to the system."""
         self._lines.flush()
-        os.fsync(self._lines.fileno())
         if self._writer is not None:
             self._writer.flush()
 
+    def sync(self) -> None:
+        """Put what was flushed on the disk, before a checkpoint says that it is saved. From any thread."""
+        with in_one_sentence("write", self._run_dir.metrics):
+            os.fsync(self._lines.fileno())
+
     def close(self) -> None:
         self.flush()
+        self.sync()
         self._lines.close()
         if self._writer is not None:
             self._writer.close()
@@ -99,8 +109,12 @@ class NullTracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
+    def show(self, step: int, metrics: dict[str, float]) -> None: ...
+
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None: ...
 
     def flush(self) -> None: ...
+
+    def sync(self) -> None: ...
 
     def close(self) -> None: ...

@@ -133,6 +133,30 @@ def test_statistics_are_averaged_for_another_number_of_processes(tmp_path: Path)
     assert counts == [9, 9, 9]
 
 
+def test_what_a_resume_elsewhere_changes_is_said_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = "goes on elsewhere (world_size 2 -> 1): the same samples, not the same bits"
+    dropout, norm = (
+        tiny_config(model={"name": f"tests.dist.toys:{name}"}, max_epochs=1) for name in ("WithDropout", "WithBatchNorm")
+    )
+    for name, config, said in (
+        ("dropout", dropout, "  other random numbers from here on in net.3"),
+        ("norm", norm, "  the mean of what 2 ranks had gathered in features.1"),
+    ):
+        run(tmp_path / name, config, 2, {"STOP_AT": "3"})
+        stopped = run(tmp_path / name, config, 1, {"STOP_AT": "0"})
+        assert f"{head}\n{said}\n" in stopped.log()
+        assert stopped.log().count("\n  ") == 1
+        same = finished(tmp_path / name, config, 1)
+        assert "goes on elsewhere" not in same.log()
+    run(tmp_path / "torch", dropout, 1, {"STOP_AT": "3"})
+    monkeypatch.setattr(summary, "versions", lambda: {"torch": "9.9"})
+    now = finished(tmp_path / "torch", dropout, 1)
+    assert f"goes on elsewhere (torch {torch.__version__} -> 9.9): " in now.log()
+    assert "other random numbers from here on in net.3" in now.log()
+
+
 def test_each_step_is_logged_once(tmp_path: Path) -> None:
     config = tiny_config(
         max_epochs=None, max_steps=12, checkpoint__every_steps=6, checkpoint__every_epochs=None,

@@ -1,9 +1,8 @@
-"""A checkpoint is complete or absent, whatever happens while it is written."""
+"""A save that fails on one rank fails on all, in one sentence, and the last checkpoint stands."""
 
-import os
+import errno
+import json
 import resource
-import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,86 +11,11 @@ import pytest
 import torch
 
 from configs.errors import EnvironmentProblem
-from tests.dist.harness import exit_statuses, finished, fork, in_ranks, run, tiny_config
-from tests.unit.test_checkpoint import alone, snapshot
-from trainer import checkpoint
+from tests.dist.harness import finished, in_ranks, run, tiny_config, wait_for
+from tests.checkpoints import nothing, rank_of, save, snapshot
+from trainer import checkpoint, disk, saving
 from trainer.runtime import PeerError, RunContext
-
-
-def die_at_event(number: int, folder: Path) -> None:
-    """Kill this process at the `number`-th thing that it does to a file in `folder`: open, rename, remove, make."""
-    left = [number]
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        touches = event in ("open", "os.rename", "os.mkdir", "shutil.rmtree")
-        touches = touches and any(str(argument).startswith(str(folder)) for argument in arguments)
-        if touches or event in ("os.remove", "os.rmdir"):  # these are told relative to an open folder
-            left[0] -= 1
-            if left[0] == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
-
-
-def crash_points(folder: Path, save: Callable[[], object]) -> int:
-    """Run `save` in forked processes that are killed at their first, second, ... touch of `folder`, until one gets
-    through; after each, a whole checkpoint must be there. Returns how often it was killed."""
-    for number in range(1, 200):
-
-        def body(number: int = number) -> int:
-            die_at_event(number, folder)
-            save()
-            return 0
-
-        (status,) = exit_statuses([fork(body)])
-        checkpoint.recover(folder)
-        newest = checkpoint.newest_valid(folder, unexpected)
-        assert newest is not None, f"nothing is left after touch {number}"
-        value = float(checkpoint.load(newest).shared["model"]["w"][0, 0])
-        assert (newest.name, value) in ((NEW if status == 0 else OLD), NEW)
-        if status == 0:
-            return number - 1
-        assert status == -signal.SIGKILL
-    raise AssertionError("save never got through")
-
-
-OLD, NEW = ("step_00000001", 0.5), ("step_00000002", 2.5)
-
-
-def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
-    checkpoint.save(alone(), tmp_path, snapshot(1), 2, is_best=True)
-    kills = crash_points(tmp_path, lambda: checkpoint.save(alone(), tmp_path, snapshot(2, 2.5), 2, is_best=False))
-    assert kills > 15
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "step_00000001", "step_00000002"]
-
-
-def test_killed_at_any_moment_of_saving_the_only_checkpoint_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As after a stop just before what was due at that step.
-    monkeypatch.setattr(sys.modules[__name__], "NEW", ("step_00000001", 2.5))
-    checkpoint.save(alone(), tmp_path, snapshot(1), 2, is_best=False)
-    kills = crash_points(tmp_path, lambda: checkpoint.save(alone(), tmp_path, snapshot(1, 2.5), 2, is_best=False))
-    assert kills > 15
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-
-
-def test_killed_at_any_moment_of_deleting_old_ones(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        checkpoint.save(alone(), tmp_path, snapshot(step), 9, is_best=False)
-
-    def body(number: int) -> int:
-        die_at_event(number, tmp_path / "step_00000001")
-        checkpoint.save(alone(), tmp_path, snapshot(4), 2, is_best=False)
-        return 0
-
-    for number in range(1, 5):
-        (status,) = exit_statuses([fork(lambda number=number: body(number))])
-        assert status == -signal.SIGKILL
-        skipped: dict[Path, str] = {}
-        newest = checkpoint.newest_valid(tmp_path, skipped.__setitem__)
-        assert newest is not None
-        assert (newest.name, skipped) == ("step_00000004", {})
+from trainer.saving import Saver
 
 
 def unexpected(path: Path, fault: str) -> None:
@@ -112,11 +36,11 @@ def limited_save(folder: Path, of_rank: int) -> Callable[[RunContext], tuple[str
     """Save step 1; then step 2 under a limit on the size of files that breaks one rank's write; then step 3 without."""
 
     def function(context: RunContext) -> tuple[str, str]:
-        checkpoint.save(context, folder, large(context, 1, of_rank), 9, is_best=False)
+        save(context, folder, large(context, 1, of_rank), 9, is_best=False)
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
         try:
-            checkpoint.save(context, folder, large(context, 2, of_rank), 9, is_best=False)
+            save(context, folder, large(context, 2, of_rank), 9, is_best=False)
             told = ("nothing", "")
         except (EnvironmentProblem, PeerError) as error:
             told = (type(error).__name__, str(error))
@@ -125,7 +49,7 @@ def limited_save(folder: Path, of_rank: int) -> Callable[[RunContext], tuple[str
         after = sorted(path.name for path in folder.iterdir())
         assert after == ["step_00000001"], after
         context.gather_objects(None)
-        checkpoint.save(context, folder, large(context, 3, of_rank), 9, is_best=False)
+        save(context, folder, large(context, 3, of_rank), 9, is_best=False)
         return told
 
     return function
@@ -144,27 +68,31 @@ def test_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_half_folder(tmp
     assert checkpoint.newest_valid(folder, unexpected) == folder / "step_00000003"
 
 
-@pytest.mark.parametrize("broken", ["_open_aside", "_publish", "_delete_old", "write_atomically"])
-def test_failure_of_rank_zero_alone_is_told_to_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+@pytest.mark.parametrize(
+    ("rank", "broken"),
+    [(0, "_make"), (0, "write_tensors"), (0, "write_text"), (0, "publish"), (0, "tidy"), (0, "mark_best")]
+    + [(1, "_make"), (1, "write_tensors"), (1, "write_atomically")],
+)
+def test_failure_of_one_rank_alone_is_told_to_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, broken: str
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device", "some/path")
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "some/path")
 
     def function(context: RunContext) -> str:
-        state = {"world_size": context.world_size}
+        if context.rank == rank:  # in this process only
+            monkeypatch.setattr(saving, broken, fail)
         try:
-            checkpoint.save(context, tmp_path, checkpoint.Snapshot(1, {}, {}, state), 2, is_best=True)
+            save(context, tmp_path, snapshot(1, world_size=2, rank=context.rank), 2, is_best=True)
         except (OSError, EnvironmentProblem, PeerError) as error:
             context.gather_objects(None)  # both are here
             return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    monkeypatch.setattr(checkpoint, broken, fail)
     told = in_ranks(tmp_path, 2, function)
-    assert told[0].startswith(("OSError", "EnvironmentProblem"))
-    assert "No space left" in told[0]
-    assert told[1].startswith("PeerError: rank 0 failed:")
+    assert told[rank].startswith(("OSError", "EnvironmentProblem"))
+    assert "No space left" in told[rank]
+    assert told[1 - rank].startswith(f"PeerError: rank {rank} failed:")
     assert not list(tmp_path.glob(".tmp_*"))
 
 
@@ -179,7 +107,7 @@ def test_run_whose_disk_is_too_small_says_so_and_keeps_what_it_has(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", fail)
+        patch.setattr(disk, "save_file", fail)
         attempt = run(tmp_path / "run", longer, 2)
     assert attempt.statuses[0] == 3
     assert attempt.outcome().kind == "environment error"
@@ -187,6 +115,123 @@ def test_run_whose_disk_is_too_small_says_so_and_keeps_what_it_has(
     assert "run/checkpoints/.tmp_step_00000016/rank_0.safetensors" in (attempt.outcome().message or "")
     assert attempt.checkpoint().name == "step_00000008"
     assert finished(tmp_path / "run", longer, 2).outcome().step == 16
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, world_size: int) -> None:
+    """The writers wait for a later step: if training waited for them, neither would ever go on."""
+    go = tmp_path / "go"
+    config = tiny_config(
+        max_epochs=1, checkpoint={"every_steps": 3, "every_epochs": None}, eval__every_epochs=None,
+        model={"name": "tests.dist.toys:Touches", "args": {"path": str(go), "at": 4}},
+    )  # fmt: skip
+
+    def patient(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        wait_for(go.exists, "a step after the save began")
+        disk.write_tensors(path, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_tensors", patient)
+        attempt = finished(tmp_path / "run", config, world_size)
+    saved = [line for line in attempt.log().splitlines() if line.startswith("saved ")]
+    assert saved == ["saved step_00000003", "saved step_00000006", "saved step_00000008"]
+    lines = [json.loads(line) for line in attempt.run_dir.metrics.read_text().splitlines()]
+    stalls = [line["step"] for line in lines if line.get("perf/checkpoint_stall_s", 0) > 0]
+    assert stalls == [4, 7], "logged with the first point after the save"
+    assert [step for step, _ in attempt.events("perf/checkpoint_stall_s")] == stalls
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_saved_is_of_the_step_it_says(tmp_path: Path, world_size: int) -> None:
+    """Steps that are taken while the writer has not begun change nothing of it."""
+    go = tmp_path / "go"
+    changes: dict[str, Any] = {"max_epochs": 1, "checkpoint": {"every_steps": 3, "every_epochs": None, "keep": 9}}
+    changes |= {"model": {"name": "tests.dist.toys:Touches", "args": {"path": str(go), "at": 5}}}
+    config = tiny_config(**changes, optim={"name": "adamw", "lr": 0.1}, ema__half_life_samples=40.0)
+    whole = finished(tmp_path / "whole", config, world_size)
+    go.unlink()
+
+    def patient(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        wait_for(go.exists, "a step after the save began")
+        disk.write_tensors(path, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_tensors", patient)
+        slow = finished(tmp_path / "slow", config, world_size)
+    for name in ("step_00000003", "step_00000006", "step_00000008"):
+        ours, theirs = (checkpoint.load(attempt.run_dir.checkpoints / name) for attempt in (slow, whole))
+        for found, wanted in zip(
+            [*ours.ranks, *ours.shared.values()], [*theirs.ranks, *theirs.shared.values()], strict=True
+        ):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+def test_an_error_lets_the_checkpoint_before_it_arrive(tmp_path: Path) -> None:
+    """Rank 1 fails in the step after a save that takes long."""
+    failing = {"name": "tests.dist.toys:Raises", "args": {"rank": 1, "step": 3}}
+    config = tiny_config(model=failing, checkpoint__every_steps=3)
+    ended = tmp_path / "attempts" / "001" / "pid-rank1"
+
+    def patient(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        if path.name.startswith("model"):  # rank 0's; rank 1 ends meanwhile
+            wait_for(lambda: is_gone(ended), "the end of rank 1")
+        disk.write_tensors(path, tensors)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_tensors", patient)
+        attempt = run(tmp_path, config, 2)
+    assert attempt.statuses == [1, 1]
+    assert attempt.outcome(1).message == "boom-731"
+    assert attempt.outcome(0).kind == "peer"
+    assert attempt.checkpoint().name == "step_00000003"
+    assert "saved step_00000003" in attempt.log()
+
+
+def is_gone(pid_file: Path) -> bool:
+    """Whether the process has ended; its parent, this one's too, may not have asked for it yet."""
+    stat = Path(f"/proc/{pid_file.read_text()}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_never_comes_is_told_without_a_collective(tmp_path: Path, rank: int) -> None:
+    said: list[str] = []
+    saver = Saver(rank_of(rank, 2), tmp_path / "checkpoints", 2, 0.02, said.append)
+    saver.save(snapshot(1, world_size=2, rank=rank), is_best=False, before=nothing)
+    saver.land()
+    assert saver.has_failed is (rank == 0)
+    part = tmp_path / "checkpoints" / ".tmp_step_00000001" / "part_1.json"
+    assert part.exists() is (rank == 1)
+    if rank == 0:
+        with pytest.raises(EnvironmentProblem) as caught:
+            saver.settle()
+        assert str(caught.value).startswith(f"{part} was not written within 0.02 s; the last checkpoint stands; ")
+    saver.abandon()
+    assert part.parent.exists() is (rank == 1)  # which only rank 0 clears
+    assert said == []
+
+
+def test_what_is_dropped_after_another_error_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "PEER_PATIENCE_S", 0.0)
+    said: list[str] = []
+    saver = Saver(rank_of(0, 2), tmp_path / "checkpoints", 2, 60.0, said.append)
+    saver.save(snapshot(1, world_size=2), is_best=False, before=nothing)
+    saver.abandon()
+    assert said == ["dropped step_00000001, which is not complete: the other ranks' parts did not come"]
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_buffers_are_used_again_and_share_nothing(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    tensors = {"a": weight, "b": weight, "c": weight.t(), "d": torch.tensor(3)}
+    first = saving.copied(tensors, {})
+    assert all(torch.equal(first[name], tensor) for name, tensor in tensors.items())
+    assert all(tensor.is_contiguous() for tensor in first.values())
+    assert len({tensor.data_ptr() for tensor in first.values()}) == 4
+    again = saving.copied(tensors | {"d": torch.zeros(5)}, first)
+    assert all(again[name] is first[name] for name in "abc")
+    assert again["d"].shape == (5,)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

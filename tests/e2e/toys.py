@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tests.dist.toys import finish_writing
+
 
 class Held(nn.Module):
     """Says hello, and at training forward pass $HOLD_AT (counted from 0 in this process) makes the file
@@ -29,6 +31,7 @@ class Held(nn.Module):
         return logits
 
     def hold(self) -> None:
+        finish_writing()
         (self.folder / f"held-{self.rank}").touch()
         while not (self.folder / "go").exists():
             time.sleep(0.01)

@@ -8,7 +8,15 @@ import pytest
 from configs.beat import BACKWARD, DATA, EVALUATION, FORWARD, LAYOUT, SAVING, STARTING, UPDATE, WAITING, Beat, read_beat
 from configs.run_dir import AttemptDir, RunDir
 from trainer import account
-from trainer.account import Account, Earlier, counted, earlier_attempts, replayed_steps, straggler_lines, time_of_run
+from trainer.account import (
+    Account,
+    Earlier,
+    earlier_attempts,
+    replayed_steps,
+    straggler_lines,
+    that_counts,
+    time_of_run,
+)
 
 
 class Clock:
@@ -92,7 +100,7 @@ def zero(**seconds: float) -> dict[str, float]:
 def test_restarts_are_what_the_attempts_took_and_nothing_counts_for() -> None:
     before = zero(startup=4.0, compute=10.0)  # up to the checkpoint; the attempt went on for 6 s and was killed
     own = zero(startup=3.0, compute=20.0, evaluation=1.0)
-    assert counted(before, own) == zero(startup=4.0, compute=30.0, evaluation=1.0)
+    assert that_counts(before, own) == zero(startup=4.0, compute=30.0, evaluation=1.0)
     spent = time_of_run(before, own, Earlier(wall_s=20.0, replayed_steps=5))
     assert spent.seconds == zero(startup=4.0, compute=30.0, evaluation=1.0) | {"restarts": 9.0}
     assert spent.total_s == 20 + 24

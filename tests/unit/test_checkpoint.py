@@ -8,30 +8,17 @@ import pytest
 import torch
 
 from configs.errors import CheckpointError
+from tests.checkpoints import alone, save, snapshot
 from trainer import checkpoint
-from trainer.checkpoint import Loaded, Snapshot
-from trainer.runtime import RunContext
+from trainer.checkpoint import Loaded
 
 
 def unexpected(path: Path, fault: str) -> None:
     pytest.fail(f"{path}: {fault}")
 
 
-def alone() -> RunContext:
-    """The only rank there is; no process group, no Accelerate."""
-    context = object.__new__(RunContext)
-    context.rank, context.world_size = 0, 1
-    return context
-
-
-def snapshot(step: int, value: float = 0.5) -> Snapshot:
-    weights = {"w": torch.full((3, 2), value), "half": torch.tensor([1.5], dtype=torch.float16)}
-    own = {"buffer/mean": torch.tensor([value], dtype=torch.float64), "buffer/count": torch.tensor(step)}
-    return Snapshot(step, {"model": weights, "optimizer": {}}, own, {"world_size": 1, "note": "é", "step": step})
-
-
 def saved(folder: Path, *steps: int, keep: int = 9, best: int | None = None) -> list[Path]:
-    return [checkpoint.save(alone(), folder, snapshot(step), keep, is_best=step == best) for step in steps]
+    return [save(alone(), folder, snapshot(step), keep, is_best=step == best) for step in steps]
 
 
 def names(folder: Path) -> list[str]:
@@ -140,16 +127,36 @@ def test_damaged_best_is_none(tmp_path: Path, text: str) -> None:
 
 def test_same_step_again_replaces_the_old_one(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6)
-    checkpoint.save(alone(), tmp_path, snapshot(6, value=9.0), 2, is_best=False)
+    save(alone(), tmp_path, snapshot(6, value=9.0), 2)
     assert names(tmp_path) == ["step_00000003", "step_00000006"]
     assert float(checkpoint.load(tmp_path / "step_00000006").shared["model"]["w"][0, 0]) == 9.0
 
 
-def test_leftovers_of_a_killed_save_are_cleared_by_the_next(tmp_path: Path) -> None:
-    (path,) = saved(tmp_path, 1)
-    path.rename(tmp_path / ".tmp_step_00000001")
-    saved(tmp_path, 2)
-    assert names(tmp_path) == ["step_00000002"]
+def test_what_killed_saves_left_behind_is_cleared_at_the_next_start(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, 4)
+    (tmp_path / "step_00000001").rename(tmp_path / ".tmp_step_00000005")  # was being written
+    (tmp_path / "step_00000002").rename(tmp_path / ".tmp_old_step_00000002")  # was being deleted
+    (tmp_path / "step_00000003").rename(tmp_path / ".old_step_00000004")  # was replaced
+    (tmp_path / ".tmp_step_00000006").write_text("a file")
+    (tmp_path / ".tmp_step_00000007").symlink_to(tmp_path / "step_00000004")
+    checkpoint.recover(tmp_path, unexpected)
+    assert names(tmp_path) == ["step_00000004"]
+    assert checkpoint.load(tmp_path / "step_00000004").state["step"] == 4
+
+
+@pytest.mark.parametrize("state", ["missing", "damaged", "whole"])
+def test_a_replacement_cut_short_is_finished_or_undone(tmp_path: Path, state: str) -> None:
+    old, new = saved(tmp_path, 1, 2)
+    old.rename(tmp_path / ".old_step_00000002")
+    if state == "missing":
+        shutil.rmtree(new)
+    if state == "damaged":
+        (new / "manifest.json").unlink()
+    skipped: dict[Path, str] = {}
+    checkpoint.recover(tmp_path, skipped.__setitem__)
+    assert checkpoint.load(new).state["step"] == (2 if state == "whole" else 1)
+    assert skipped == ({new: "manifest.json is missing"} if state == "damaged" else {})
+    assert names(tmp_path) == [*(["damaged_step_00000002"] if state == "damaged" else []), "step_00000002"]
 
 
 def test_unknown_format_is_refused(tmp_path: Path) -> None:

@@ -39,3 +39,18 @@ def test_bar_goes_to_the_terminal_and_lines_to_the_log(tmp_path: Path, capsys: p
     shown = terminal.read_text(encoding="utf-8")
     assert "2/10" in shown
     assert "a fact" not in shown
+
+
+def test_what_another_thread_posts_comes_with_the_next_step_or_line_or_the_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console(active=True, terminal=None, every_s=3600)
+    console.post("saved 1")
+    assert capsys.readouterr().out == ""
+    console.progress(1, 10, 0, None)
+    assert capsys.readouterr().out == "saved 1\n"
+    console.post("saved 2")
+    console.line("a fact")
+    console.post("saved 3")
+    console.close()
+    assert capsys.readouterr().out == "saved 2\na fact\nsaved 3\n"

@@ -2,12 +2,12 @@ from typing import Any
 
 import pytest
 import torch
-import torchvision.models  # so slow that the worker imports it only where it is asked for  # noqa: F401
+import torchvision.models  # so slow that the worker imports it only where it is asked for
 from torch import nn
 
 from configs.errors import ConfigError
 from configs.schema import BUILT_IN_MODELS, ModelConfig
-from trainer.models import BUILT_IN, build_model
+from trainer.models import BUILT_IN, build_model, random_layers
 
 SHAPE = (1, 28, 28)
 
@@ -102,3 +102,33 @@ def test_what_cannot_be_built_is_told(name: str, args: dict[str, Any], told: str
 
 def test_torchvision_network() -> None:
     assert parameters(build("torchvision/squeezenet1_1", shape=(3, 64, 64))) == 722_496 + 512 * 10 + 10
+
+
+class DropPath(nn.Module):
+    """Like timm's."""
+
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+
+def test_layers_that_draw_are_told_from_those_that_do_not() -> None:
+    model = nn.ModuleDict(
+        {
+            "dropout": nn.Dropout(0.5),
+            "channels": nn.Dropout2d(1),
+            "never": nn.Dropout(0.0),
+            "rrelu": nn.RReLU(),
+            "attention": nn.MultiheadAttention(4, 1, dropout=0.1),
+            "lstm": nn.LSTM(2, 2, num_layers=2, dropout=0.1),
+            "gru": nn.GRU(2, 2),
+            "path": DropPath(0.1),
+            "still": DropPath(0.0),
+            "depth": torchvision.ops.StochasticDepth(0.2, "row"),
+            "norm": nn.BatchNorm2d(2),
+            "distance": nn.PairwiseDistance(p=2.0),
+        }
+    )
+    assert random_layers(model) == ["dropout", "channels", "rrelu", "attention", "lstm", "path", "depth"]
+    assert random_layers(nn.Dropout(0.1)) == ["Dropout"]
+    assert random_layers(build("mnist_cnn")) == []

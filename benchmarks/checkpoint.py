@@ -1,0 +1,67 @@
+"""What saving costs training: how long it stands still, and how much slower it steps while a checkpoint is written."""
+
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row
+from benchmarks.jobs import STEADY, batches_of, build_job, take_steps, tutorial_config
+from trainer.job import Job
+
+OUT = ROOT / "benchmarks" / "out"
+ROUNDS = 15
+STEPS = 100  # of the tutorial's net; about 60 ms
+# 24.5 million weights, 98 MB, and as much momentum: the checkpoint has 196 MB.
+LARGE = ("model.name=mlp", 'model.args={"hidden": [4096, 5000]}', "loss.name=cross_entropy", "optim.momentum=0.9")
+STALL, SYNCHRONOUS = "training stands still", "save and wait until it is on the disk"
+DURING, WITHOUT = "while a checkpoint is written", "without"
+
+
+def measure(rounds: int | None = None) -> list[Row]:
+    """One process of one thread. The stall and the whole are of the same saves; both begin with the check of the
+    weights and the flush of the metrics."""
+    OUT.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT) as name:  # on a disk: the system's folder for such may be in memory
+        large = build_job(tutorial_config(*STEADY, *LARGE), folder_in(name, "large"))
+        take_steps(large, batches_of(large), 1)
+        saves = [timed_save(large) for _ in range(1 + (rounds or ROUNDS))][1:]  # the first makes its buffers
+        measured = {STALL: [stall for stall, _ in saves], SYNCHRONOUS: [whole for _, whole in saves]}
+        small = build_job(tutorial_config(*STEADY), folder_in(name, "small"))
+        steps = step_times(small, rounds or ROUNDS)
+    return [
+        ratio_row("checkpoint/stall", measured, STALL, SYNCHRONOUS, "s", Target("<=", 0.1)),
+        ratio_row("checkpoint/steps", steps, DURING, WITHOUT, "us a step"),
+    ]
+
+
+def folder_in(place: str, name: str) -> Path:
+    folder = Path(place) / name
+    folder.mkdir()
+    return folder
+
+
+def timed_save(job: Job) -> tuple[float, float]:
+    """Seconds until training may go on, and until the checkpoint is published."""
+    job.state.count(applied=True, num_samples=0)  # another step, another checkpoint, and an old one that goes
+    start = time.perf_counter()
+    job.save(job, False)
+    stall = time.perf_counter() - start
+    job.saver.settle()
+    return stall, time.perf_counter() - start
+
+
+def step_times(job: Job, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a step of blocks that begin just after a save, and of blocks without one."""
+    batches = batches_of(job)
+
+    def block(*, saves: bool) -> float:
+        if saves:
+            job.save(job, False)  # of another step each time
+        start = time.perf_counter()
+        take_steps(job, batches, STEPS)
+        seconds = time.perf_counter() - start
+        job.saver.settle()
+        return 1e6 * seconds / STEPS
+
+    block(saves=True)
+    return in_turn({DURING: lambda: block(saves=True), WITHOUT: lambda: block(saves=False)}, rounds)
