@@ -10,12 +10,14 @@ import sysconfig
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 from configs.contract import Outcome, WorkerPlan, write_atomically
 from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
 from configs.run_dir import AttemptDir, RunDir
 from trainer.parent import die_with_parent
+from trainer.peers import failed_peer
 from trainer.stop import StopFlag
 
 # Errors of the machine, not of the run: no space, quota, file too large, read-only, bad disk, too many open files.
@@ -39,6 +41,7 @@ def _run(attempt: AttemptDir, rank: int) -> int:
     stop = StopFlag()
     stop.install()
     write_atomically(attempt.pid(rank), str(os.getpid()))
+    stop.failed_peer = partial(failed_peer, attempt, rank)
     # After the pid file: a launcher that wrote its request before has not seen the pid, one that writes it later has.
     stop.look_for(attempt.stop_request)
     warnings.formatwarning = _plain_warning

@@ -19,18 +19,13 @@ from torch import Tensor, nn
 
 from configs.contract import WorkerPlan
 from configs.derive import plan_batches, resolve_precision
-from configs.errors import ConfigError, EnvironmentProblem, LockstepError
+from configs.errors import ConfigError, EnvironmentProblem
 from configs.schema import RunConfig
 from trainer.data.order import key_of
+from trainer.peers import PeerError
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
-
-
-class PeerError(LockstepError):
-    """Another rank failed; what happened is told by that rank."""
-
-    kind = "peer"
 
 
 class RunContext:

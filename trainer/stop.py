@@ -2,10 +2,12 @@
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from configs.run_dir import STOP_SIGNALS
+from trainer.peers import PeerError
 
 
 class StopFlag:
@@ -13,18 +15,25 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.signal: str | None = None
+        self.failed_peer: Callable[[], int | None] = lambda: None
 
     @property
     def is_set(self) -> bool:
+        """Whether to stop. Raises PeerError if another rank is gone, which is why torchrun signals the rest: the ranks
+        cannot agree on anything any more, and the last checkpoint stands."""
+        if self.signal is not None and (peer := self.failed_peer()) is not None:
+            raise PeerError(f"rank {peer} is gone")
         return self.signal is not None
 
     def set(self, name: str) -> None:
         self.signal = self.signal or name
 
     def install(self) -> None:
-        """Catch the stop signals from now on."""
-        for name in STOP_SIGNALS:
-            signal.signal(signal.Signals[name], self._on_signal)
+        """Catch the stop signals from now on. The launcher blocked them, so that those sent before now come too."""
+        numbers = [signal.Signals[name] for name in STOP_SIGNALS]
+        for number in numbers:
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
     def look_for(self, request: Path) -> None:
         """Set the flag if the launcher left the file `request` before the signals were caught."""

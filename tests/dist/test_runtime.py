@@ -11,7 +11,8 @@ from configs.contract import WorkerPlan
 from configs.errors import ConfigError, EnvironmentProblem
 from tests.dist.harness import exit_statuses, fork, in_ranks, tiny_config
 from trainer.parent import die_with_parent
-from trainer.runtime import PeerError, RunContext
+from trainer.peers import PeerError
+from trainer.runtime import RunContext
 
 
 def numbers(context: RunContext) -> tuple[int, int, int, bool, list[int], list[float], str]:

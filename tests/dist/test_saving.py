@@ -15,7 +15,8 @@ from configs.errors import EnvironmentProblem
 from tests.dist.harness import exit_statuses, finished, fork, in_ranks, run, tiny_config
 from tests.unit.test_checkpoint import alone, snapshot
 from trainer import checkpoint
-from trainer.runtime import PeerError, RunContext
+from trainer.peers import PeerError
+from trainer.runtime import RunContext
 
 
 def die_at_event(number: int, folder: Path) -> None:

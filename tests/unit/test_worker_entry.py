@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
 from trainer.__main__ import _failure, _plain_warning, _where
-from trainer.runtime import PeerError
+from trainer.peers import PeerError
 
 
 def caught(error: BaseException) -> BaseException:
