@@ -35,7 +35,7 @@ from trainer.metrics import LossWindow
 from trainer.models import build_model
 from trainer.optim import Ema, averaged_tensors, build_optimizer
 from trainer.runtime import RunContext, check_sync_batchnorm
-from trainer.stop import StopFlag
+from trainer.stop import StopFlag, grace_note
 from trainer.tracking import NullTracker, Tracker
 
 
@@ -58,6 +58,8 @@ class Run:
     attempt: AttemptDir
     stop: StopFlag
     job: Job | None = None
+    grace_note: str | None = None
+    """Said once that a save takes too long for a stop."""
 
     def train(self) -> Ending:
         """Build, resume, train, evaluate, save. Raises LockstepError for what the user should know."""
@@ -237,6 +239,7 @@ class Run:
         }
 
     def _save(self, facts: dict[str, Any], job: Job, is_best: bool) -> Path:
+        began = time.monotonic()
         stop_if_weights_bad(job)
         job.tracker.flush()
         snapshot = resume.snapshot(job, facts)
@@ -244,6 +247,10 @@ class Run:
             job.context, self.run_dir.checkpoints, snapshot, job.config.checkpoint.keep, is_best=is_best
         )
         job.console.line(f"saved {path.name}")
+        note = grace_note(time.monotonic() - began, job.config.launch.grace_s)
+        if note and self.grace_note is None:
+            self.grace_note = note
+            job.console.line(note)
         return path
 
 

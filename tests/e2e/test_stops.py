@@ -1,5 +1,6 @@
 """Stops and kills: nothing is left running, and what was saved goes on, bit for bit."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,8 @@ import pytest
 
 from configs.contract import Outcome
 from launch.signals import SAME_CTRL_C_S
-from tests.e2e.commands import Command, Place, needs_proc, until
+from tests.e2e.commands import ROOT, Command, Place, needs_proc, until
+from trainer import checkpoint
 
 pytestmark = needs_proc
 
@@ -66,6 +68,80 @@ def _last_step(metrics: Path) -> int:
     """The last step in metrics.jsonl; 0 if there is none, or none that is written out."""
     lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+HELD_ANYWHERE = ("model.name=tests.e2e.toys:HeldAnywhere", "data.name=tests.e2e.toys:held_images", "eval.batch_size=7")
+# Runs before everything else in a rank, torch not yet imported.
+HELD_START = """
+import os, sys, time
+from pathlib import Path
+if "trainer" in sys.orig_argv:
+    folder = Path(os.environ["HOLD"])
+    (folder / f"held-{os.environ['RANK']}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+"""
+
+
+def _launcher(_here: Place, command: Command) -> list[int]:
+    return [command.process.pid]
+
+
+def _torchrun(_here: Place, command: Command) -> list[int]:
+    return [int(Path(f"/proc/{command.process.pid}/task/{command.process.pid}/children").read_text())]
+
+
+def _rank_1(here: Place, _command: Command) -> list[int]:
+    return [int(here.attempt("held").pid(1).read_text())]
+
+
+def _everyone(here: Place, _command: Command) -> list[int]:
+    return here.living()
+
+
+# Where each stop comes, what is sent, to whom, at which step it stops at the earliest.
+MOMENTS: dict[str, tuple[signal.Signals, Callable[[Place, Command], list[int]], int]] = {
+    "the start": (signal.SIGTERM, _everyone, 1),
+    "building": (signal.SIGUSR1, _rank_1, 1),
+    "loading": (signal.SIGHUP, _torchrun, 2),
+    "an evaluation": (signal.SIGUSR2, _everyone, 8),
+    "a save": (signal.SIGTERM, _launcher, 8),
+    "the last step": (signal.SIGUSR1, _everyone, 16),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_stop_at_any_moment_saves_one_step_of_all_ranks(here: Place, moment: str) -> None:
+    number, whom, earliest = MOMENTS[moment]
+    streamed = STREAMED if moment == "loading" else ()
+    environment = {"HOLD_IN": moment}
+    if moment == "the start":
+        (here.folder / "sitecustomize.py").write_text(HELD_START)
+        environment = {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    start = ("train", "tiny.yaml", *HELD_ANYWHERE, "model.args={}", *streamed, "--run-name", "held", "--nproc", "2")
+    command = here.start(*start, **environment)
+    command.until(here.held(2), "the ranks' wait")
+    for pid in whom(here, command):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    if whom is not _rank_1:
+        command.until(here.attempt("held").stop_request.exists, "the stop request")
+    (here.hold / "go").touch()
+    command.ends_with(75)
+    until(lambda: here.living() == [], "the end of all that the launcher had started")
+    said = rf"stopped by {number.name} at step (\d+); checkpoint (\S+); go on with: python -m launch resume held"
+    found = re.fullmatch(said, command.lines[-1])
+    assert found, command.output
+    step, saved = int(found[1]), found[2]
+    assert step in (earliest, earliest + 1)
+    assert saved == f"step_{step:08d}"
+    for rank in (0, 1):
+        outcome = Outcome.load(here.attempt("held").outcome(rank))
+        assert outcome is not None
+        assert (outcome.status, outcome.step, outcome.checkpoint) == ("stopped", step, saved)
+    logs = [path.read_text() for path in here.attempt("held").logs.iterdir()]
+    assert not any("Traceback" in text for text in (command.output, *logs))
+    assert checkpoint.fault_of(here.run_dir("held").checkpoints / saved) is None
 
 
 def test_a_second_ctrl_c_ends_at_once(here: Place) -> None:

@@ -15,7 +15,7 @@ from configs.run_dir import STOP_SIGNALS as NAMES
 from configs.run_dir import AttemptDir
 from launch.signals import blocked_for_children
 from trainer.peers import PeerError, failed_peer
-from trainer.stop import StopFlag
+from trainer.stop import StopFlag, grace_note
 
 STOP_SIGNALS = [signal.Signals[name] for name in NAMES]
 
@@ -104,3 +104,12 @@ def test_no_request_is_no_stop(tmp_path: Path) -> None:
     stop = StopFlag()
     stop.look_for(tmp_path / "stop.json")
     assert not stop.is_set
+
+
+@pytest.mark.parametrize(
+    ("save_s", "grace_s", "said"), [(1, 30, False), (23, 30, False), (25, 30, True), (40, 30, True)]
+)
+def test_a_save_that_takes_the_time_of_a_stop_is_told(save_s: float, grace_s: float, said: bool) -> None:
+    note = grace_note(save_s, grace_s)
+    assert (note is not None) == said
+    assert note is None or f"a save takes {save_s} s and launch.grace_s is 30 s: raise it" in note
