@@ -181,13 +181,13 @@ def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Map
     own = environ.get("OMP_NUM_THREADS", "")
     if own.isdigit() and int(own) > 0:
         return int(own), "OMP_NUM_THREADS of your environment"
-    loaders = _num_loaders(config)
+    loaders = num_loaders(config)
     note = f"{counted(topology.cores, 'core')} / {counted(nproc, 'process')}"
     note += f" - {counted(loaders, 'loader worker')}" if loaders else ""
     return max(1, topology.cores // nproc - loaders), note
 
 
-def _num_loaders(config: RunConfig) -> int:
+def num_loaders(config: RunConfig) -> int:
     """Loader workers of a rank. That a built-in set is too large for the device, only the ranks will find out."""
     data = config.data
     streams = data.residency == "stream" or (data.residency == "auto" and data.name not in KNOWN_DATA)
@@ -257,7 +257,7 @@ def _device_line(worker: WorkerPlan, topology: Topology, nnodes: int) -> str:
 
 
 def _warnings(config: RunConfig, topology: Topology, nproc: int) -> list[str]:
-    workers = nproc * _num_loaders(config)
+    workers = nproc * num_loaders(config)
     if topology.shm_bytes is not None and topology.shm_bytes < workers * 64 * 2**20:
         mib = topology.shm_bytes // 2**20
         return [f"shared memory is {mib} MiB, little for {counted(workers, 'loader worker')} (docker: --shm-size)"]

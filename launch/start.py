@@ -67,6 +67,7 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
     job = _job(loaded, request, options)
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
+    preflight.check_open_files(job.plan)
     run = RunDir(options.cwd / run.path)
     return _attempt(job, run, run_folder.make_attempt(run, prefix="eval-"), options)
 
@@ -145,6 +146,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
     """Check the machine, claim the folder, and run one attempt in it."""
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
+    preflight.check_open_files(job.plan)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
         preflight.check_rendezvous(job.request.nodes)
     node_rank = options.node_rank

@@ -6,7 +6,6 @@ import errno
 import gc
 import os
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
@@ -18,6 +17,7 @@ from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, 
 from configs.run_dir import AttemptDir, RunDir
 from trainer.parent import die_with_parent
 from trainer.peers import failed_peer
+from trainer.places import place_of
 from trainer.stop import StopFlag
 
 # Errors of the machine, not of the run: no space, quota, file too large, read-only, bad disk, too many open files.
@@ -83,7 +83,7 @@ def _failure(rank: int, error: BaseException, run: object) -> Outcome:
         epoch=getattr(state, "epoch", None),
         kind=kind,
         message=_message(error),
-        where=_where(error),
+        where=place_of(error),
     )
 
 
@@ -111,15 +111,6 @@ def _message(error: BaseException) -> str:
     """The error's text; of one that a loader worker passed on, with its stack, the line that says what it was."""
     text = str(error).strip()
     return (text.splitlines()[-1] if "\nOriginal Traceback" in text else text) or type(error).__name__
-
-
-def _where(error: BaseException) -> str | None:
-    """file:line of the innermost frame that is not in an installed package; of the innermost one if all are."""
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = ("site-packages", sysconfig.get_path("stdlib"))
-    ours = [f for f in frames if not f.filename.startswith("<") and not any(place in f.filename for place in installed)]
-    chosen = (ours or list(frames))[-1:]
-    return f"{os.path.relpath(chosen[0].filename)}:{chosen[0].lineno}" if chosen else None
 
 
 def _redirect(log: Path) -> None:

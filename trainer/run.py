@@ -26,7 +26,7 @@ from trainer.console import Console
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
 from trainer.data.order import Order
-from trainer.data.source import build_source, choose_residency, materialise
+from trainer.data.source import build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Pieces, faults_of, strike
 from trainer.job import Job
@@ -145,11 +145,17 @@ class Run:
         sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
         check_same(context, sizes, "the ranks see different data sets")
         model = context.together(lambda: self._model(context, data, shape))
-        splits: tuple[MapStyle, ...] = (data.train, data.evaluation)
+        splits: tuple[MapStyle, MapStyle] = (data.train, data.evaluation)
         seed, classes = config.seed, data.num_classes
         if config.data.residency == "device":
-            splits = context.together(lambda: tuple(materialise(split, seed, classes) for split in splits))
+            splits = context.together(
+                lambda: (materialise(splits[0], seed, classes), materialise(splits[1], seed, classes))
+            )
         residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
+        ranks, micro_batch = (context.local_world_size, context.world_size), batch.max_micro_batch
+        notes = context.together(
+            lambda: check_loaders(config, splits, micro_batch, ranks, streams=residency == "stream")
+        )
         order = Order(
             num_samples=len(data.train),
             seed=config.seed,
@@ -161,7 +167,8 @@ class Run:
             device=device if residency == "device" else torch.device("cpu"),
         )
         source, eval_source = (
-            build_source(split, residency, config.data, config.seed, data.num_classes, device) for split in splits
+            build_source(split, residency, config.data, config.seed, data.num_classes, device, self.stop)
+            for split in splits
         )
         preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
         evaluator = Evaluator(
@@ -197,7 +204,7 @@ class Run:
             faults=self._faults(context),
             window=LossWindow(context),
         )
-        return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason)
+        return job, facts, summary.plan_screen(job, self.plan, batch, facts, reason) + notes
 
     def _console(self, context: RunContext) -> Console:
         every_s = self.plan.config.log.console_every_s

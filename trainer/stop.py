@@ -48,6 +48,4 @@ def grace_note(save_s: float, grace_s: float) -> str | None:
     """What to say of a save that leaves a stopped run little of its time, or none: a step comes before it."""
     if save_s < 0.8 * grace_s:
         return None
-    return (
-        f"note: a save takes {save_s:.3g} s and launch.grace_s is {grace_s:.3g} s: raise it, or a stop may lose steps"
-    )
+    return f"note: a save takes {save_s:.3g} s and launch.grace_s is {grace_s:.3g} s: raise it"

@@ -1,5 +1,6 @@
 """Small data sets and networks for the tests, named in configurations as `tests.dist.toys:NAME`."""
 
+import multiprocessing
 import os
 import signal
 from typing import Any
@@ -42,6 +43,31 @@ def images(train: bool) -> Images:
     if train:
         return RecordedImages(int(os.environ.get("TRAIN_SIZE", "64")), 1)
     return Images(int(os.environ.get("EVAL_SIZE", "23")), 2)
+
+
+class FatalImages(RecordedImages):
+    """Reading the sample FATAL of the training split, in a worker, does what FATAL_DOES says: a signal's name, raise,
+    exit, or open for files that stay open. With FATAL_STOPS the rank is asked to stop first."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == int(os.environ.get("FATAL", "-1")) and multiprocessing.parent_process():
+            self.act(os.environ["FATAL_DOES"])
+        return super().__getitem__(index)
+
+    def act(self, what: str) -> None:
+        if "FATAL_STOPS" in os.environ:
+            os.kill(os.getppid(), signal.SIGTERM)
+        if what == "raise":
+            raise ValueError("boom-731\nand more")
+        if what == "exit":
+            os._exit(7)
+        if what == "open":
+            self.files = [open(os.devnull) for _ in range(10_000)]  # noqa: SIM115
+        os.kill(os.getpid(), signal.Signals[what])
+
+
+def fatal_images(train: bool) -> Images:
+    return FatalImages(64, 1) if train else Images(23, 2)
 
 
 class _RenamedImages(Images):

@@ -144,6 +144,49 @@ def test_a_stop_at_any_moment_saves_one_step_of_all_ranks(here: Place, moment: s
     assert checkpoint.fault_of(here.run_dir("held").checkpoints / saved) is None
 
 
+def _workers_of(pid: int) -> list[int]:
+    """The rank's forks: they have its command line, which `git`, another child, has not."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in children if b"trainer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_a_scheduler_that_kills_the_loader_workers_first_loses_no_step(here: Place) -> None:
+    start = ("train", "tiny.yaml", *HELD, *STREAMED, "--run-name", "held", "--nproc", "2")
+    command = here.start(*start, HOLD_AT="4")
+    command.until(here.held(2), "both ranks in their fifth step")
+    for rank in (0, 1):
+        workers = _workers_of(int(here.attempt("held").pid(rank).read_text()))
+        assert len(workers) == 2
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+    command.process.terminate()
+    command.until(here.attempt("held").stop_request.exists, "the stop request")
+    (here.hold / "go").touch()
+    command.ends_with(75)
+    assert here.living() == []
+    assert re.match(r"stopped by SIGTERM at step [56]; checkpoint step_0000000[56]; ", command.lines[-1])
+    logs = [path.read_text() for path in here.attempt("held").logs.iterdir()]
+    assert not any("Traceback" in text for text in (command.output, *logs))
+
+
+def test_a_loader_worker_that_is_killed_ends_the_run_with_the_fix(here: Place) -> None:
+    settings = (*HELD, *STREAMED, "checkpoint.every_steps=3")
+    command = here.start("train", "tiny.yaml", *settings, "--run-name", "held", "--nproc", "2", HOLD_AT="4")
+    command.until(here.held(2), "both ranks in their fifth step")
+    victim = _workers_of(int(here.attempt("held").pid(1).read_text()))[0]
+    os.kill(victim, signal.SIGKILL)
+    (here.hold / "go").touch()
+    command.ends_with(3)
+    assert here.living() == []
+    said = (
+        rf"environment error: a loader worker \(pid {victim}\) was killed by SIGKILL, usually because memory ran out: "
+        r"use fewer data.num_workers, or data.num_workers=0, which reads in the rank itself \(rank 1 of 2 at epoch 0 step \d\)"
+    )
+    assert re.fullmatch(said, command.lines[-3])
+    assert command.lines[-1] == "hint: go on from step_00000003 with: python -m launch resume held"
+    assert "Traceback" not in command.output
+
+
 def test_a_second_ctrl_c_ends_at_once(here: Place) -> None:
     command = here.start("train", "tiny.yaml", *HELD, "launch.grace_s=1000", "--run-name", "stuck", HOLD_AT="9")
     command.until(here.held(1), "a rank that is stuck")
