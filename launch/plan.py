@@ -230,9 +230,15 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # What torchrun gives the other ranks once one has ended. torch before 2.12 takes 30 s, and knows no option.
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(worker.config.launch.grace_s))
+    if worker.launcher == "accelerate" and worker.world_size > 1:
+        environment |= backends.accelerate_environment(meeting=request.meeting, run_id=request.run_name)
     if worker.world_size > 1 and topology.system == "Linux":
         interface = "lo" if request.nodes is None else request.environ.get("GLOO_SOCKET_IFNAME") or request.interface
         environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+        if (
+            worker.device == "cuda" and request.nodes is None
+        ):  # it opens a port to get to know its ranks, by default to all
+            environment["NCCL_SOCKET_IFNAME"] = request.environ.get("NCCL_SOCKET_IFNAME") or "lo"
     if worker.device == "cpu" and topology.num_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment

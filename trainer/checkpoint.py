@@ -23,6 +23,7 @@ from configs.contract import write_atomically
 from configs.errors import CheckpointError, EnvironmentProblem
 from configs.run_dir import STEP_FOLDER, step_name
 from trainer.runtime import RunContext
+from trainer.strangers import is_plain_name, strangeness_of
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -176,7 +177,7 @@ def best_name(folder: Path) -> str | None:
     """Name of the checkpoint that evaluated best, if there is one."""
     try:
         name = json.loads((folder / _BEST).read_text(encoding="utf-8"))["name"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return name if isinstance(name, str) and STEP_FOLDER.fullmatch(name) else None
 
@@ -184,10 +185,14 @@ def best_name(folder: Path) -> str | None:
 def fault_of(path: Path) -> str | None:
     """Why the checkpoint `path` cannot be used; None if every byte is as it was written."""
     try:
+        if strange := strangeness_of(path):
+            return strange
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if "state.json" not in manifest:
             return f"{MANIFEST} does not list state.json"
         for name, facts in manifest.items():
+            if not is_plain_name(name):
+                return f"{MANIFEST} lists {name!r}, which is no file of a checkpoint"
             size = (path / name).stat().st_size
             if size != facts["bytes"]:
                 return f"{name} has {size:,} of {facts['bytes']:,} bytes"
@@ -195,7 +200,7 @@ def fault_of(path: Path) -> str | None:
                 return f"{name} is not what was written (its SHA-256 differs)"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{MANIFEST} is not readable: {error}"
     return None
 

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from configs.errors import CheckpointError, ConfigError, EnvironmentProblem
+from configs.errors import CheckpointError, ConfigError, EnvironmentProblem, LockstepError
 from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.checkpoint import Loaded, Snapshot
 from trainer.job import Job
 from trainer.optim import persistent_buffers
 from trainer.state import TrainState
+from trainer.strangers import check_state
 
 _WINDOW = "window"
 MACHINE = ("world_size", "device", "precision", "threads_per_rank")
@@ -150,8 +151,17 @@ def resume_newest(job: Job, folder: Path, facts: dict[str, Any]) -> str | None:
 
 
 def _restore_from(job: Job, path: Path, facts: dict[str, Any]) -> Loaded:
-    loaded = checkpoint.load(path)
-    restore(job, loaded, path, facts)
+    try:
+        loaded = checkpoint.load(path)
+        check_state(loaded.state, path)
+        restore(job, loaded, path, facts)
+    except (LockstepError, MemoryError):
+        raise
+    except Exception as error:  # its hashes are right, and still it is not what a run writes
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
+        text = "".join(str(error).splitlines()[:1])
+        raise CheckpointError(f"{path} was not written by this trainer: {type(error).__name__}: {text}") from error
     return loaded
 
 

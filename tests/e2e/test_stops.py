@@ -180,7 +180,8 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_the_fix(here: Place) -
     assert here.living() == []
     said = (
         rf"environment error: a loader worker \(pid {victim}\) was killed by SIGKILL, usually because memory ran out: "
-        r"use fewer data.num_workers, or data.num_workers=0, which reads in the rank itself \(rank 1 of 2 at epoch 0 step \d\)"
+        r"use fewer data.num_workers, or data.num_workers=0, which reads in the rank itself "
+        r"\(rank 1 of 2 at epoch 0 step \d\)"
     )
     assert re.fullmatch(said, command.lines[-3])
     assert command.lines[-1] == "hint: go on from step_00000003 with: python -m launch resume held"
