@@ -11,7 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from trainer.peers import PeerError
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
+_PATIENCE_S = 3600.0
+"""How long the ranks wait for one that loads or saves, which may take longer than any step."""
 
 
 class RunContext:
@@ -48,8 +50,10 @@ class RunContext:
             torch.set_num_threads(plan.threads_per_rank)
         self.precision = resolve_precision(plan.config, plan.device, has_amx=_has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
+        self._patient: Any = None  # a group; torch types it as a number, too
         if self.world_size > 1:
             _join(plan, self.rank, self.world_size)
+            self._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_PATIENCE_S))
         self._accelerator = _build_accelerator(plan.device, self.precision)
         assert self._accelerator.num_processes == self.world_size, "Accelerate did not join the ranks"
         self.device: torch.device = self._accelerator.device
@@ -114,10 +118,10 @@ class RunContext:
             return [value]
         text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor([len(text)]))
+        dist.all_gather(sizes, torch.tensor([len(text)]), self._patient)
         longest = max(int(size) for size in sizes)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(texts, F.pad(text, (0, longest - len(text))))
+        dist.all_gather(texts, F.pad(text, (0, longest - len(text))), self._patient)
         found = zip(texts, sizes, strict=True)
         return [json.loads(bytes(text[: int(size)].tolist())) for text, size in found]
 

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -342,6 +343,30 @@ class StopsInEvaluation(_Mortal):
             os.kill(os.getpid(), signal.SIGTERM)
         logits: Tensor = self.head(images.flatten(1))
         return logits
+
+
+class SavesSlowly(_Mortal):
+    """The first file that rank 0 brings to the disk takes it SLOW_SAVE seconds."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        if os.environ.get("RANK", "0") == "0":
+            os.fsync = self.fsync
+
+    @staticmethod
+    def fsync(descriptor: int) -> None:
+        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            os.fsync = _fsync
+            time.sleep(float(os.environ["SLOW_SAVE"]))
+        _fsync(descriptor)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+_fsync = os.fsync
 
 
 class WithUnused(_Mortal):
