@@ -67,6 +67,8 @@ def _run(attempt: AttemptDir, rank: int) -> int:
         if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind == "peer"):
             with contextlib.suppress(OSError):
                 traceback.print_exc()
+    if run is not None:
+        run.tidy_up()
     outcome.save(attempt.outcome(rank))
     return outcome.exit_code
 

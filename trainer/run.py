@@ -23,6 +23,7 @@ from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
 from trainer.console import Console
+from trainer.data import workers
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
 from trainer.data.order import Order
@@ -133,6 +134,10 @@ class Run:
             write_atomically(self.attempt.path / "eval.json", json.dumps(answer, indent=1))
         context.close()
         return Ending(True, job.state.step, job.state.epoch, name)
+
+    def tidy_up(self) -> None:
+        """Leave no process and no temporary file, however it ended."""
+        workers.tidy_up()
 
     def build(self, context: RunContext) -> tuple[Job, dict[str, Any], list[str]]:
         """Everything from the data to the job, nothing restored.

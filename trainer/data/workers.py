@@ -3,12 +3,17 @@ been asked to stop it becomes nothing: the rank reads by itself the little that 
 
 import contextlib
 import errno
+import fcntl
+import multiprocessing
 import os
-import re
 import resource
+import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +61,17 @@ class Workers:
             num_workers=num_workers,
             prefetch_factor=PREFETCH,
             collate_fn=_as_it_is,
-            worker_init_fn=_start_worker,
+            worker_init_fn=partial(_start_worker, _folder()),
             pin_memory=pin,
         )
+        others = multiprocessing.active_children()
         try:
             self._loaded = iter(loader)
         except (OSError, RuntimeError) as error:
-            raise explained(error) or error from error
+            raise explained(error, []) or error from error
+        self._processes = [child for child in multiprocessing.active_children() if child not in others]
         _DEATHS.take_over()
-        # Kept to the end of the process: to give up a loader is to wait for its workers, each up to ten seconds.
+        # Kept until tidy_up(): to give up a loader is to wait for its workers, each up to ten seconds.
         self._started.append(self)
 
     def next(self, request: Request) -> Pair:
@@ -74,8 +81,8 @@ class Workers:
         try:
             with _DEATHS.told():
                 found = next(self._loaded)
-        except (OSError, RuntimeError) as error:
-            problem = explained(error)
+        except Exception as error:  # of many classes, where a worker died while it was handing a batch over
+            problem = explained(error, self._processes)
             if problem is None:
                 raise
             if not self._stop_comes():
@@ -180,34 +187,54 @@ def _as_it_is(found: Any) -> Any:
     return found
 
 
-def _start_worker(_worker_id: int) -> None:
+def _start_worker(folder: str, _worker_id: int) -> None:
     die_with_parent()
+    tempfile.tempdir = folder  # its socket lies there, and would be left by a worker that is killed
     for name in STOP_SIGNALS:  # a scheduler signals every process; the rank stops, and its workers end with it
         signal.signal(signal.Signals[name], signal.SIG_IGN)
 
 
-def explained(error: Exception) -> LockstepError | None:
-    """What torch says of a worker that died or cannot be reached, with what it usually means and the fix; None if
-    `error` is about something else."""
-    text = str(error)
-    if "Too many open files" in text:
+@cache
+def _folder() -> str:
+    """Of this rank, for its workers' temporary files. Locked as the launcher's own folder is: what a killed rank leaves
+    behind, the next launch removes (launch/meeting.py)."""
+    folder = tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-")
+    lock = os.open(Path(folder) / "lock", os.O_RDWR | os.O_CREAT)
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder
+
+
+def tidy_up() -> None:
+    """End what is left of the workers, at the end of the rank: nobody waits for what they read any more."""
+    if _folder.cache_info().currsize == 0:
+        return
+    for worker in multiprocessing.active_children():
+        worker.kill()
+        worker.join()
+    shutil.rmtree(_folder(), ignore_errors=True)
+
+
+def explained(error: Exception, processes: Sequence[BaseProcess]) -> LockstepError | None:
+    """What `error` means if one of these workers died or cannot be reached, with the fix; else None."""
+    if "Too many open files" in str(error):
         return too_many_files()
-    if isinstance(error, OSError):
-        return EnvironmentProblem(f"loader workers cannot be used: {error.strerror or error}; {_FEWER}")
-    found = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", text)
-    if found is None:
+    if not isinstance(error, OSError | EOFError) and "DataLoader worker (pid" not in str(error):
         return None
-    who, what = f"a loader worker (pid {found[1]})", found[2]
-    if killed := re.match(r"is killed by signal: ([^.]*)\.", what):
-        return _killed(who, killed[1])
-    code = re.search(r"exit code (\d+)", what)
-    how = f"ended with exit code {code[1]}" if code else "ended without a word"
-    return TrainingError(f"{who} {how}; data.num_workers=0 shows where in the data set")
+    # A rank may see the broken pipe of a worker before its end.
+    until = time.monotonic() + 1.0
+    while not (dead := [process for process in processes if process.exitcode]) and time.monotonic() < until:
+        time.sleep(0.01)
+    if dead:
+        return _death(dead[0].pid, dead[0].exitcode or 0)
+    return EnvironmentProblem(f"loader workers cannot be used: {error or type(error).__name__}; {_FEWER}")
 
 
-def _killed(who: str, words: str) -> LockstepError:
-    numbers = (number for number in signal.Signals if signal.strsignal(number) == words)
-    name = next((number.name for number in numbers), words)
+def _death(pid: int | None, code: int) -> LockstepError:
+    who = f"a loader worker (pid {pid})"
+    if code > 0:
+        return TrainingError(f"{who} ended with exit code {code}; data.num_workers=0 shows where in the data set")
+    name = signal.Signals(-code).name
     if name in ("SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE"):
         return TrainingError(f"{who} was killed by {name}, a crash in native code; data.num_workers=0 shows where")
     if name == "SIGBUS":
