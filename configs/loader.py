@@ -15,7 +15,8 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 from configs.errors import ConfigError
 from configs.plain_yaml import YamlProblem, compose_argument, compose_file, flow, is_left_empty, line_of, plain_value
 from configs.schema import AT_MOST_ONE_OF, FREE_ON_RESUME, KNOBS, ONE_OF, SECTIONS, RunConfig
-from configs.wording import explain, nearest_key, printable, show
+from configs.text import printable
+from configs.wording import explain, nearest_key, show
 
 COMMAND_LINE = "command line"
 AFTER_ALL_LINES = sys.maxsize

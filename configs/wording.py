@@ -27,11 +27,6 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def printable(text: str) -> str:
-    """`text` on one line, without characters that steer a terminal."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 def explain(key: str, value: Any, error: ErrorDetails) -> str:
     """Why pydantic refused `value` for the knob `key`."""
     if error["type"] == "value_error":

@@ -68,11 +68,18 @@ def _torchrun(python: str, worker: Sequence[str], options: list[str], meeting: P
 def accelerate_command(
     python: str, worker: Sequence[str], *, nproc: int, meeting: Path, config_file: Path, threads: int
 ) -> list[str]:
-    """`accelerate launch` with a configuration file of our own; port 0 lets it choose a free one."""
+    """`accelerate launch` with a configuration file of our own. Several processes meet as torchrun's do: in a file."""
     command = [python, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
     command += ["--num_processes", str(nproc), "--num_machines", "1", "--machine_rank", "0", "--main_process_port", "0"]
     command += ["--num_cpu_threads_per_process", str(threads), "--max_restarts", "0", "--monitor_interval", "0.1"]
+    command += ["--rdzv_backend", "c10d", "--rdzv_conf", "store_type=file"] if nproc > 1 else []
     return [*command, "--log_dir", str(meeting), "--module", *worker]
+
+
+def accelerate_environment(*, meeting: Path, run_id: str) -> dict[str, str]:
+    """torchrun's options that `accelerate launch` has not: it reads them as torchrun does, from the environment."""
+    endpoint = str(meeting / "agent")
+    return {"PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": run_id, "PET_LOCAL_ADDR": "127.0.0.1"}
 
 
 def accelerate_config(*, nproc: int, device: str) -> str:

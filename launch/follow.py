@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import BinaryIO
 
+from configs.text import printable
+
 CLEAR_LINE = b"\r\x1b[K"
 
 
@@ -68,9 +70,9 @@ def silence_stdout() -> None:
 
 
 def say(text: str, *, to_stderr: bool = False) -> None:
-    """One line of the launcher's own."""
+    """One line of the launcher's own, or several; names and errors of others cannot steer the terminal."""
     try:
-        print(text, file=sys.stderr if to_stderr else sys.stdout, flush=True)
+        print("\n".join(map(printable, text.split("\n"))), file=sys.stderr if to_stderr else sys.stdout, flush=True)
     except OSError:
         silence_stdout()
 

@@ -197,13 +197,13 @@ def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Map
     own = environ.get("OMP_NUM_THREADS", "")
     if own.isdigit() and int(own) > 0:
         return int(own), "OMP_NUM_THREADS of your environment"
-    loaders = _num_loaders(config)
+    loaders = num_loaders(config)
     note = f"{counted(topology.cores, 'core')} / {counted(nproc, 'process')}"
     note += f" - {counted(loaders, 'loader worker')}" if loaders else ""
     return max(1, topology.cores // nproc - loaders), note
 
 
-def _num_loaders(config: RunConfig) -> int:
+def num_loaders(config: RunConfig) -> int:
     """Loader workers of a rank. That a built-in set is too large for the device, only the ranks will find out."""
     data = config.data
     streams = data.residency == "stream" or (data.residency == "auto" and data.name not in KNOWN_DATA)
@@ -246,11 +246,16 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # What torchrun gives the other ranks once one has ended. torch before 2.12 takes 30 s, and knows no option.
         environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(worker.config.launch.grace_s))
+    if worker.launcher == "accelerate" and worker.world_size > 1:
+        environment |= backends.accelerate_environment(meeting=request.meeting, run_id=request.run_name)
     if worker.world_size > 1 and topology.system == "Linux":
         interface = "lo" if request.nodes is None else request.environ.get("GLOO_SOCKET_IFNAME") or request.interface
         environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     if worker.device == "cuda" and worker.world_size > 1:
         environment |= {name: v for name, v in _flight_recorder(request).items() if name not in request.environ}
+    if worker.device == "cuda" and request.nodes is None:
+        # It opens a port to get to know its ranks, by default to all.
+        environment["NCCL_SOCKET_IFNAME"] = request.environ.get("NCCL_SOCKET_IFNAME") or "lo"
     if worker.device == "cpu" and topology.num_gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     return environment
@@ -296,7 +301,7 @@ def _memory_note(worker: WorkerPlan, request: Request) -> list[str]:
 
 
 def _warnings(config: RunConfig, topology: Topology, nproc: int) -> list[str]:
-    workers = nproc * _num_loaders(config)
+    workers = nproc * num_loaders(config)
     if topology.shm_bytes is not None and topology.shm_bytes < workers * 64 * 2**20:
         mib = topology.shm_bytes // 2**20
         return [f"shared memory is {mib} MiB, little for {counted(workers, 'loader worker')} (docker: --shm-size)"]

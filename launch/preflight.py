@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import shlex
 import shutil
 import signal
@@ -14,11 +15,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from configs.derive import counted
 from configs.errors import EnvironmentProblem
 from configs.known_data import KNOWN_DATA
 from configs.schema import RunConfig
 from launch.backends import Rendezvous
-from launch.plan import LaunchPlan
+from launch.plan import LaunchPlan, num_loaders
 from launch.processes import dies_with_parent
 from launch.signals import signal_words
 
@@ -41,6 +43,22 @@ def check_disk(runs: Path) -> None:
         raise EnvironmentProblem(
             f"{place} has {free / 2**20:.0f} MiB free and a run needs at least {MIN_FREE_BYTES // 2**20} MiB; "
             "free some space or choose another --runs-dir"
+        )
+
+
+def check_open_files(plan: LaunchPlan) -> None:
+    """The limit of open files, which the ranks inherit, leaves room for the pipes and batches of loader workers.
+
+    Measured: a rank has about 40 open and 4 for each other rank; a worker needs 5 in it, and 4 for its batches, twice
+    while an evaluation goes on.
+    """
+    workers = num_loaders(plan.config)
+    needed = 64 + 8 * plan.worker.world_size + 20 * workers
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if workers and limit != resource.RLIM_INFINITY and limit < needed:
+        raise EnvironmentProblem(
+            f"a process may have {limit} open files and a rank with {counted(workers, 'loader worker')} needs up to "
+            f"{needed}; raise it with `ulimit -n {needed}` or use fewer data.num_workers"
         )
 
 

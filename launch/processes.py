@@ -72,6 +72,15 @@ def send(process: Process, number: int) -> None:
             os.kill(process.pid, number)
 
 
+def pending_signals(process: Process) -> set[int]:
+    """Signals that `process` was sent and blocks; none where there is no /proc to tell."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = _PROC.joinpath(str(process.pid), "status").read_text(encoding="ascii", errors="replace").splitlines()
+        mask = int(next(line for line in lines if line.startswith("ShdPnd:")).split()[1], 16)
+        return {number for number in range(1, 65) if mask >> (number - 1) & 1} if is_alive(process) else set()
+    return set()
+
+
 def dies_with_parent() -> Callable[[], None] | None:
     """A preexec_fn that has the kernel SIGKILL the child when the thread that starts it ends; None on macOS.
 

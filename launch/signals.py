@@ -1,8 +1,9 @@
 """Stop signals in the launcher: first they end the command, then they are noted and passed on, at last ignored."""
 
+import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 
 from configs import run_dir
@@ -84,6 +85,26 @@ class StopSignals:
     def note(self) -> None:
         """From now on note stop signals instead of acting on them."""
         _install(self._on_signal)
+
+    def hear(self, numbers: Iterable[int]) -> None:
+        """Note what was sent to another process and means the whole run."""
+        for number in STOP_SIGNALS:
+            if self.name is None and number in numbers:
+                self.name = number.name
+
+
+@contextlib.contextmanager
+def blocked_for_children() -> Iterator[None]:
+    """Processes that are started inside have the stop signals blocked until they unblock them themselves.
+
+    A rank does so when its handlers stand, so that none that came before is lost or ends it. torchrun never does: it
+    would end the ranks by its own rules, with its own grace time. See docs/decisions/0009-the-launcher-alone-stops.md.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _install(handler: Callable[[int, FrameType | None], None]) -> None:

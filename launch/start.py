@@ -71,6 +71,7 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
     job = _job(loaded, request, options)
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
+    preflight.check_open_files(job.plan)
     run = RunDir(options.cwd / run.path)
     attempt = run_folder.make_attempt(run, prefix="eval-")
     return _finish(_attempt(job, run, attempt, options, StopSignals(), is_first=True)[1])
@@ -147,6 +148,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
     """Check the machine, claim the folder, and train in it."""
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
+    preflight.check_open_files(job.plan)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
         preflight.check_rendezvous(job.request.nodes)
     node_rank = options.node_rank

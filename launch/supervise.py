@@ -14,8 +14,8 @@ from configs.contract import Outcome, write_atomically
 from configs.run_dir import AttemptDir
 from launch.follow import LogFollower
 from launch.plan import NCCL_PIPES, LaunchPlan
-from launch.processes import Process, dies_with_parent, find_process, is_alive, kill_tree, send
-from launch.signals import StopSignals
+from launch.processes import Process, dies_with_parent, find_process, is_alive, kill_tree, pending_signals, send
+from launch.signals import StopSignals, blocked_for_children
 from launch.watch import Hang, Scene, Sight, Watch, collect_stacks, explain, is_hung, note_on_slow
 
 POLL_S = 0.05
@@ -63,7 +63,7 @@ def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> subprocess.Popen[byt
     direct = plan.worker.launcher == "direct"
     log = plan.attempt.rank_log(0) if direct else plan.attempt.agent_log
     # A session of its own: a Ctrl-C in the terminal reaches the launcher only, and counts once.
-    with log.open("ab") as output:
+    with log.open("ab") as output, blocked_for_children():
         return subprocess.Popen(
             plan.argv,
             cwd=plan.cwd,
@@ -134,6 +134,8 @@ class _Watch:
                 self._kill_after(AFTER_FAILURE_S, "failure")
 
     def _pass_on_stop(self) -> None:
+        if self._root:
+            self._signals.hear(pending_signals(self._root))  # torchrun was signalled: it keeps them, for us to see
         name = self._signals.name
         if name is None:
             return
@@ -147,7 +149,7 @@ class _Watch:
                 self._kill_after(0.0, "nothing to save")
         if self._signals.force:
             self._kill_after(0.0, "second Ctrl-C")
-        # Not to torchrun: it would end the ranks by its own rules and exit with 1. They end, then it does, with 0.
+        # Not to torchrun, which would not hear it: the ranks end, then it does, with 0.
         for rank, process in self._ranks.items():
             if process and rank not in self._told:
                 send(process, signal.SIGINT if name == "SIGINT" else signal.SIGTERM)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from configs.schema import LaunchConfig
 from trainer.checkpoint import Snapshot
 from trainer.runtime import RunContext
 from trainer.saving import Saver
@@ -25,7 +26,7 @@ def nothing() -> None: ...
 
 
 def saver_of(context: RunContext, folder: Path, keep: int = 9, said: list[str] | None = None) -> Saver:
-    return Saver(context, folder, keep, 60.0, ([] if said is None else said).append)
+    return Saver(context, folder, keep, LaunchConfig(collective_timeout_s=60.0), ([] if said is None else said).append)
 
 
 def save(context: RunContext, folder: Path, snapshot: Snapshot, keep: int = 9, *, is_best: bool = False) -> Path:

@@ -8,10 +8,10 @@ import gc
 import os
 import signal
 import sys
-import sysconfig
 import time
 import traceback
 import warnings
+from functools import partial
 from pathlib import Path
 
 from configs.contract import OUT_OF_MEMORY, Outcome, WorkerPlan, write_atomically
@@ -20,6 +20,8 @@ from configs.run_dir import AttemptDir, RunDir
 from trainer.account import Account
 from trainer.memory import is_out_of_memory
 from trainer.parent import die_with_parent
+from trainer.peers import failed_peer
+from trainer.places import place_of
 from trainer.stop import StopFlag
 
 # Errors of the machine, not of the run: no space, quota, file too large, read-only, bad disk, too many open files.
@@ -46,6 +48,7 @@ def _run(attempt: AttemptDir, rank: int) -> int:
     stop.install()
     account = Account(attempt, rank)
     write_atomically(attempt.pid(rank), str(os.getpid()))
+    stop.failed_peer = partial(failed_peer, attempt, rank)
     # After the pid file: a launcher that wrote its request before has not seen the pid, one that writes it later has.
     stop.look_for(attempt.stop_request)
     warnings.formatwarning = _plain_warning
@@ -72,6 +75,8 @@ def _run(attempt: AttemptDir, rank: int) -> int:
         if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind in ("peer", OUT_OF_MEMORY)):
             with contextlib.suppress(OSError):
                 traceback.print_exc()
+    if run is not None:
+        run.tidy_up()
     outcome.save(attempt.outcome(rank))
     return outcome.exit_code
 
@@ -88,7 +93,7 @@ def _failure(rank: int, error: BaseException, run: object) -> Outcome:
         epoch=getattr(state, "epoch", None),
         kind=kind,
         message=_message(error),
-        where=_where(error),
+        where=place_of(error),
     )
 
 
@@ -118,15 +123,6 @@ def _message(error: BaseException) -> str:
     """The error's text; of one that a loader worker passed on, with its stack, the line that says what it was."""
     text = str(error).strip()
     return (text.splitlines()[-1] if "\nOriginal Traceback" in text else text) or type(error).__name__
-
-
-def _where(error: BaseException) -> str | None:
-    """file:line of the innermost frame that is not in an installed package; of the innermost one if all are."""
-    frames = traceback.extract_tb(error.__traceback__)
-    installed = ("site-packages", sysconfig.get_path("stdlib"))
-    ours = [f for f in frames if not f.filename.startswith("<") and not any(place in f.filename for place in installed)]
-    chosen = (ours or list(frames))[-1:]
-    return f"{os.path.relpath(chosen[0].filename)}:{chosen[0].lineno}" if chosen else None
 
 
 def _redirect(log: Path) -> None:

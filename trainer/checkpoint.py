@@ -21,6 +21,7 @@ from configs.contract import write_atomically
 from configs.errors import CheckpointError
 from configs.run_dir import STEP_FOLDER, step_name
 from trainer.disk import remove, sha256
+from trainer.strangers import is_plain_name, strangeness_of
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -104,8 +105,12 @@ def fault_of(path: Path) -> str | None:
         return "it is no folder"
     place = MANIFEST
     try:
+        if strange := strangeness_of(path):
+            return strange
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         for name, facts in manifest.items():
+            if not is_plain_name(name):
+                return f"{MANIFEST} lists {name!r}, which is no file of a checkpoint"
             if fault := _file_fault(path, name, facts["bytes"], facts["sha256"]):
                 return fault
         if STATE not in manifest:

@@ -5,6 +5,8 @@ import time
 from collections import deque
 from typing import IO, Any
 
+from configs.text import printable
+
 
 class Console:
     """`line` for facts; `progress` for where the run is: a bar on `terminal`, else one line every `every_s` seconds."""
@@ -31,7 +33,7 @@ class Console:
 
     def _show(self, text: str) -> None:
         if self.active:
-            print(text, flush=True)
+            print(printable(text), flush=True)
             self._last_line = time.monotonic()
 
     def start(self, total: int, step: int) -> None:

@@ -144,10 +144,9 @@ def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunCont
 def copy_other_buffers(trained: nn.Module, model: nn.Module, context: RunContext) -> None:
     """Copy what is not averaged (counters, flags, buffers outside the state) into `model`: rank 0's, on all ranks."""
     averaged = averaged_tensors(model)
-    values = {name: buffer.cpu() for name, buffer in trained.named_buffers() if name not in averaged}
-    of_rank_zero = context.gather_objects(values if context.is_rank_zero else None)[0] or {}
+    values = {name: buffer.detach().cpu() for name, buffer in trained.named_buffers() if name not in averaged}
     targets = dict(model.named_buffers())
-    for name, value in of_rank_zero.items():
+    for name, value in zip(values, context.of_rank_zero(list(values.values())), strict=True):
         targets[name].copy_(value)
 
 

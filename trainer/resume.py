@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs.derive import counted
-from configs.errors import CheckpointError, ConfigError, EnvironmentProblem
+from configs.errors import CheckpointError, ConfigError, EnvironmentProblem, LockstepError
 from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.account import that_counts
@@ -20,6 +20,7 @@ from trainer.job import Job
 from trainer.models import random_layers
 from trainer.optim import persistent_buffers
 from trainer.state import TrainState
+from trainer.strangers import check_state
 
 _WINDOW = "window"
 MACHINE = ("world_size", "device", "precision", "threads_per_rank")
@@ -189,8 +190,17 @@ def needed_space(job: Job) -> tuple[int, int]:
 
 
 def _restore_from(job: Job, path: Path) -> Loaded:
-    loaded = checkpoint.load(path)
-    restore(job, loaded, path)
+    try:
+        loaded = checkpoint.load(path)
+        check_state(loaded.state, path)
+        restore(job, loaded, path)
+    except (LockstepError, MemoryError):
+        raise
+    except Exception as error:  # its hashes are right, and still it is not what a run writes
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise
+        text = "".join(str(error).splitlines()[:1])
+        raise CheckpointError(f"{path} was not written by this trainer: {type(error).__name__}: {text}") from error
     return loaded
 
 

@@ -22,10 +22,11 @@ from trainer.account import Account, earlier_attempts, straggler_lines, time_of_
 from trainer.agreement import WithSignals
 from trainer.boundary import evaluate
 from trainer.console import Console
+from trainer.data import workers
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
 from trainer.data.order import Order
-from trainer.data.source import build_source, choose_residency, materialise
+from trainer.data.source import build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
 from trainer.guard import BadBatchError, Guard
@@ -183,6 +184,10 @@ class Run:
         context.close()
         return Ending(True, job.state.step, job.state.epoch, name)
 
+    def tidy_up(self) -> None:
+        """Leave no process and no temporary file, however it ended."""
+        workers.tidy_up()
+
     def build(self, context: RunContext) -> tuple[Job, list[str]]:
         """Everything from the data to the job, nothing restored.
         Returns (job, plan screen)."""
@@ -196,12 +201,15 @@ class Run:
         check_same(context, sizes, "the ranks see different data sets")
         model = context.together(lambda: self._model(context, data, shape))
         self.account.beat()
-        splits: tuple[MapStyle, ...] = (data.train, data.evaluation)
-        seed, classes = config.seed, data.num_classes
+        splits: tuple[MapStyle, MapStyle] = (data.train, data.evaluation)
         if config.data.residency == "device":
-            alive = self.account.beat
-            splits = context.together(lambda: tuple(materialise(split, seed, classes, alive) for split in splits))
+            fetch = partial(materialise, seed=config.seed, num_classes=data.num_classes, alive=self.account.beat)
+            splits = context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
         residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
+        ranks, micro_batch = (context.local_world_size, context.world_size), batch.max_micro_batch
+        notes = context.together(
+            lambda: check_loaders(config, splits, micro_batch, ranks, streams=residency == "stream")
+        )
         order = Order(
             num_samples=len(data.train),
             seed=config.seed,
@@ -213,7 +221,8 @@ class Run:
             device=device if residency == "device" else torch.device("cpu"),
         )
         source, eval_source = (
-            build_source(split, residency, config.data, config.seed, data.num_classes, device) for split in splits
+            build_source(split, residency, config.data, config.seed, data.num_classes, device, self.stop)
+            for split in splits
         )
         preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
         evaluator = Evaluator(
@@ -258,7 +267,7 @@ class Run:
             window=LossWindow(context),
             guard=Guard(config, model, self.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
         )
-        return job, summary.plan_screen(job, self.plan, batch, reason)
+        return job, summary.plan_screen(job, self.plan, batch, reason) + notes
 
     def _console(self, context: RunContext) -> Console:
         every_s = self.plan.config.log.console_every_s
@@ -266,7 +275,7 @@ class Run:
 
     def _saver(self, context: RunContext, console: Console) -> Saver:
         config, folder = self.plan.config, self.run_dir.checkpoints
-        return Saver(context, folder, config.checkpoint.keep, config.launch.collective_timeout_s, console.post)
+        return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
 
     def _model(self, context: RunContext, data: Data, shape: tuple[int, int, int]) -> nn.Module:
         config = self.plan.config

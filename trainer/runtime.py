@@ -7,6 +7,7 @@ and checkpoints are not used (docs/decisions/0002-accelerate-narrowly.md).
 
 import contextlib
 import datetime
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -14,23 +15,21 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 
 from configs.contract import WorkerPlan
 from configs.derive import plan_batches, resolve_precision
-from configs.errors import ConfigError, EnvironmentProblem, LockstepError
+from configs.errors import ConfigError, EnvironmentProblem
 from configs.schema import RunConfig
 from trainer.data.order import key_of
+from trainer.peers import PeerError
 
 T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
-
-
-class PeerError(LockstepError):
-    """Another rank failed; what happened is told by that rank."""
-
-    kind = "peer"
+_PATIENCE_S = 3600.0
+"""How long the ranks wait for one that loads or saves, which may take longer than any step."""
 
 
 class RunContext:
@@ -51,8 +50,10 @@ class RunContext:
             torch.set_num_threads(plan.threads_per_rank)
         self.precision = resolve_precision(plan.config, plan.device, has_amx=_has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
+        self._patient: Any = None  # a group; torch types it as a number, too
         if self.world_size > 1:
             _join(plan, self.rank, self.world_size)
+            self._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_PATIENCE_S))
         self._accelerator = _build_accelerator(plan.device, self.precision)
         assert self._accelerator.num_processes == self.world_size, "Accelerate did not join the ranks"
         self.device: torch.device = self._accelerator.device
@@ -111,12 +112,29 @@ class RunContext:
         return bool(self.all_reduce_sum(torch.tensor(int(flag)))) if self.world_size > 1 else flag
 
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's `value`, by rank."""
+        """Every rank's `value`, by rank; of a type that JSON has. torch's all_gather_object would unpickle what comes,
+        and so run the code of whoever can send to a rank's port."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+        text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([len(text)]), self._patient)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(texts, F.pad(text, (0, longest - len(text))), self._patient)
+        found = zip(texts, sizes, strict=True)
+        return [json.loads(bytes(text[: int(size)].tolist())) for text, size in found]
+
+    def of_rank_zero(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Rank 0's values of these tensors on the CPU, whatever their types; the same shapes and types on all ranks."""
+        if self.world_size == 1 or not tensors:
+            return tensors
+        texts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        whole = torch.cat(texts)
+        dist.broadcast(whole, src=0)
+        parts = whole.split([len(text) for text in texts])
+        # Cloned: a part may begin where its type cannot.
+        return [part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def together(self, function: Callable[[], T]) -> T:
         """Run `function` on every rank; if it raises on any, it raises on all:

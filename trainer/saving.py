@@ -19,6 +19,7 @@ import torch
 from configs.contract import write_atomically
 from configs.errors import EnvironmentProblem
 from configs.run_dir import step_name
+from configs.schema import LaunchConfig
 from trainer.checkpoint import (
     ASIDE,
     BEST,
@@ -34,7 +35,9 @@ from trainer.checkpoint import (
     step_folders,
 )
 from trainer.disk import in_one_sentence, remove, sha256, sync, write_tensors, write_text
-from trainer.runtime import PeerError, RunContext
+from trainer.peers import PeerError
+from trainer.runtime import RunContext
+from trainer.stop import grace_note
 
 THREAD = "checkpoint"
 """Name of the writer thread."""
@@ -61,6 +64,7 @@ class _Flight:
     before: Callable[[], None]
     copied: torch.cuda.Event | None
     """When a GPU has done the copies; None where they are done."""
+    began: float = field(default_factory=time.monotonic)
     thread: threading.Thread = field(init=False)
     written: threading.Event = field(default_factory=threading.Event)
     """This rank's own files are on the disk, or it failed."""
@@ -99,11 +103,12 @@ class Saver:
     """
 
     def __init__(
-        self, context: RunContext, folder: Path, keep: int, timeout_s: float, announce: Callable[[str], None]
+        self, context: RunContext, folder: Path, keep: int, limits: LaunchConfig, announce: Callable[[str], None]
     ) -> None:
         """`announce` is called by rank 0's writer thread with what the user is to read."""
         self._context, self._folder, self._keep = context, folder, keep
-        self._timeout_s, self._announce = timeout_s, announce
+        self._limits, self._announce = limits, announce
+        self._is_slow = False
         self._buffers: dict[str, Tensors] = {}
         self._flight: _Flight | None = None
 
@@ -160,7 +165,7 @@ class Saver:
         if flight is None:
             return
         flight.thread.join()
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._limits.collective_timeout_s
         while flight.error is None and flight.aside.exists() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
@@ -182,11 +187,19 @@ class Saver:
                 publish(flight.aside, flight.final, files)
                 flight.is_published = True
                 self._announce(f"saved {flight.final.name}")
+                self._tell_if_slow(time.monotonic() - flight.began)
                 tidy(flight.final, self._keep, is_best=flight.is_best)
         except Exception as error:
             flight.error = error
         finally:
             flight.written.set()
+
+    def _tell_if_slow(self, took_s: float) -> None:
+        """Once: a stop would not have the time for it."""
+        note = grace_note(took_s, self._limits.grace_s)
+        if note and not self._is_slow:
+            self._is_slow = True
+            self._announce(note)
 
     def _write_own(self, flight: _Flight) -> Facts:
         """Write this rank's files and return their facts, which rank 0 has in hand and the others leave for it."""
@@ -210,14 +223,14 @@ class Saver:
     def _has_all_parts(self, flight: _Flight) -> bool:
         """Wait for the other ranks; False if that was cancelled."""
         parts = [_part(flight.aside, rank) for rank in range(1, self._context.world_size)]
-        deadline, is_last_look = time.monotonic() + self._timeout_s, False
+        deadline, is_last_look = time.monotonic() + self._limits.collective_timeout_s, False
         while missing := [part for part in parts if not part.exists()]:
             if is_last_look:
                 return False
             if time.monotonic() > deadline:
                 raise MissingPart(
-                    f"{missing[0]} was not written within {self._timeout_s:g} s; the last checkpoint stands; "
-                    "look at that rank's log, or raise launch.collective_timeout_s"
+                    f"{missing[0]} was not written within {self._limits.collective_timeout_s:g} s; "
+                    "the last checkpoint stands; look at that rank's log, or raise launch.collective_timeout_s"
                 )
             is_last_look = flight.cancelled.wait(_POLL_S)
         return True

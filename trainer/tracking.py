@@ -38,7 +38,7 @@ class Tracker:
         self.show(step, metrics)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
-        """In TensorBoard only: what result.json holds is no line of its own, which an end that is killed would double."""
+        """In TensorBoard only: what result.json holds too needs no line, which an end that is killed would double."""
         for name, value in metrics.items():
             self._events().add_scalar(name, value, step)
 

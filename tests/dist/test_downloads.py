@@ -195,3 +195,82 @@ def test_process_that_is_killed_in_a_download_leaves_what_the_next_clears(
     assert [name[:5] for name in visible(tmp_path / "data")] == [".tmp-"]
     assert exit_statuses([fork(prepare(config, tmp_path / "note"))]) == [0]
     assert visible(tmp_path / "data") == ["FashionMNIST"]
+
+
+class _Bomb:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def fetched(tmp_path: Path, server: Server, name: str) -> DataConfig:
+    config = DataConfig(name=name, root=str(tmp_path / "data"), mirror=server.url)
+    assert exit_statuses([fork(prepare(config, tmp_path / "note"))]) == [0]
+    return config
+
+
+@pytest.mark.parametrize("name", ["data_batch_1", "data_batch_5", "test_batch", "batches.meta"])
+def test_a_pickle_in_the_place_of_cifars_is_an_error_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server, name: str
+) -> None:
+    tiny_cifar(server.files, monkeypatch)
+    config = fetched(tmp_path, server, "cifar10")
+    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)  # not by torchvision's check alone
+    (tmp_path / "data/cifar-10-batches-py" / name).write_bytes(pickle.dumps(_Bomb(tmp_path / "ran")))
+    with pytest.raises(EnvironmentProblem, match=f"{name} is not the published file: MD5 [0-9a-f]*, expected"):
+        load_data(config)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte", "../processed/training.pt"])
+@pytest.mark.parametrize("content", ["pickle", "huge", "short"])
+def test_files_in_the_place_of_mnists_are_an_error_and_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server, name: str, content: str
+) -> None:
+    tiny_fashion(server.files, monkeypatch)
+    config = fetched(tmp_path, server, "fashion_mnist")
+    file = tmp_path / "data/FashionMNIST/raw" / name
+    file.parent.mkdir(exist_ok=True)
+    contents = {
+        "pickle": pickle.dumps(_Bomb(tmp_path / "ran")),
+        "huge": struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1),
+        "short": b"",
+    }
+    file.write_bytes(contents[content])
+    (file.parent / "test.pt").write_bytes(contents[content])  # of old versions of torchvision, which it still reads
+    with pytest.raises(EnvironmentProblem, match="or not as it was published"):
+        load_data(config)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="this Python cannot refuse them")
+@pytest.mark.parametrize("evil", ["../evil", "/{}/evil", "link", "folder link", "hard link"])
+def test_an_archive_cannot_write_outside_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server, evil: str
+) -> None:
+    """Were its hash right: one that is not is never unpacked."""
+    packed, secret = io.BytesIO(), tmp_path / "secret"
+    secret.write_text("mine")
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        member = tarfile.TarInfo(evil.format(tmp_path) if "evil" in evil else "cifar-10-batches-py/x")
+        if evil == "folder link":
+            member = tarfile.TarInfo("cifar-10-batches-py")
+        if "link" in evil:
+            member.type = tarfile.LNKTYPE if evil == "hard link" else tarfile.SYMTYPE
+            member.linkname = str(secret if evil != "folder link" else tmp_path)
+            archive.addfile(member)
+        else:
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"evil"))
+    (server.files / "cifar-10-python.tar.gz").write_bytes(packed.getvalue())
+    monkeypatch.setattr(CIFAR10, "tgz_md5", md5(packed.getvalue()))
+    config = DataConfig(name="cifar10", root=str(tmp_path / "data"), mirror=server.url)
+    assert exit_statuses([fork(prepare(config, tmp_path / "note"))]) == [3]
+    assert (tmp_path / "note").read_text().startswith("cifar10 is not in ")
+    assert secret.read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "files", "note", "secret"]
+    assert visible(tmp_path / "data") == []

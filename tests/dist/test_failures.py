@@ -124,6 +124,21 @@ def test_ranks_with_different_settings_are_refused_on_all(tmp_path: Path) -> Non
     assert "seed: 0 on rank 0, 1 on rank 1" in told[0]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="finds the checkpoint's files through /proc")
+def test_a_save_of_rank_zero_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    config = tiny_config(model={"name": "tests.dist.toys:SavesSlowly"}, launch__collective_timeout_s=4.0)
+    attempt = run(tmp_path, config, 2, {"SLOW_SAVE": "6"})
+    assert attempt.statuses == [0, 0], attempt.log() + attempt.log(1)
+    assert attempt.result()["step"] == 16
+
+
+def test_code_that_raises_on_rank_zero_only_ends_all_with_its_error(tmp_path: Path) -> None:
+    attempt = run(tmp_path, tiny_config(**failing("Raises", rank=0)), 3)
+    assert attempt.statuses == [1, 1, 1]
+    assert (attempt.outcome(0).kind, attempt.outcome(0).message) == ("ValueError", "boom-731")
+    assert [attempt.outcome(rank).kind for rank in (1, 2)] == ["peer", "peer"]
+
+
 def test_unused_parameters_are_named_where_ddp_needs_them(tmp_path: Path) -> None:
     attempt = run(tmp_path, tiny_config(model={"name": "tests.dist.toys:WithUnused"}), 2)
     assert attempt.statuses == [2, 2]

@@ -11,7 +11,8 @@ from configs.contract import WorkerPlan
 from configs.errors import ConfigError, EnvironmentProblem
 from tests.dist.harness import exit_statuses, fork, in_ranks, tiny_config
 from trainer.parent import die_with_parent
-from trainer.runtime import PeerError, RunContext
+from trainer.peers import PeerError
+from trainer.runtime import RunContext
 
 
 def numbers(context: RunContext) -> tuple[int, int, int, bool, list[int], list[float], str]:
@@ -29,6 +30,30 @@ def test_ranks_know_each_other(tmp_path: Path, world_size: int) -> None:
         assert (own, local, world, is_zero, gathered) == (rank, rank, world_size, rank == 0, everyone)
         assert total == [sum(everyone), world_size]
         assert device.startswith("cpu")
+
+
+def of_rank_zero(context: RunContext) -> list[tuple[str, list[int], list[float]]]:
+    value = context.rank + 1
+    tensors = [torch.tensor(value % 2 == 1), torch.full((2, 1), value, dtype=torch.int64), torch.zeros(0)]
+    tensors += [torch.full((3,), value / 4, dtype=torch.bfloat16), torch.tensor(float(value), dtype=torch.float64)]
+    return [(str(t.dtype), list(t.shape), t.flatten().tolist()) for t in context.of_rank_zero(tensors)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_tensors_of_any_type_come_from_rank_zero(tmp_path: Path, world_size: int) -> None:
+    found = in_ranks(tmp_path, world_size, of_rank_zero)
+    bits = ("torch.bool", [], [True]), ("torch.int64", [2, 1], [1, 1]), ("torch.float32", [0], [])
+    assert found == [[*bits, ("torch.bfloat16", [3], [0.25] * 3), ("torch.float64", [], [1.0])]] * world_size
+
+
+def odd_values(context: RunContext) -> list[dict[str, object]]:
+    """The ranks' texts differ in length."""
+    return context.gather_objects({"é": "x" * context.rank, "n": None, "f": 0.1, "l": [context.rank] * context.rank})
+
+
+def test_values_of_different_lengths_are_gathered(tmp_path: Path) -> None:
+    expected = [{"é": "x" * rank, "n": None, "f": 0.1, "l": [rank] * rank} for rank in range(3)]
+    assert in_ranks(tmp_path, 3, odd_values) == [expected] * 3
 
 
 def fails_on_rank_1(context: RunContext) -> list[str]:

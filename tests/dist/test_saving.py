@@ -13,8 +13,10 @@ import torch
 from configs.errors import EnvironmentProblem
 from tests.dist.harness import finished, in_ranks, run, tiny_config, wait_for
 from tests.checkpoints import nothing, rank_of, save, snapshot
+from configs.schema import LaunchConfig
 from trainer import checkpoint, disk, saving
-from trainer.runtime import PeerError, RunContext
+from trainer.peers import PeerError
+from trainer.runtime import RunContext
 from trainer.saving import Saver
 
 
@@ -197,7 +199,7 @@ def is_gone(pid_file: Path) -> bool:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_part_that_never_comes_is_told_without_a_collective(tmp_path: Path, rank: int) -> None:
     said: list[str] = []
-    saver = Saver(rank_of(rank, 2), tmp_path / "checkpoints", 2, 0.02, said.append)
+    saver = Saver(rank_of(rank, 2), tmp_path / "checkpoints", 2, LaunchConfig(collective_timeout_s=0.02), said.append)
     saver.save(snapshot(1, world_size=2, rank=rank), is_best=False, before=nothing)
     saver.land()
     assert saver.has_failed is (rank == 0)
@@ -215,7 +217,7 @@ def test_a_part_that_never_comes_is_told_without_a_collective(tmp_path: Path, ra
 def test_what_is_dropped_after_another_error_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "PEER_PATIENCE_S", 0.0)
     said: list[str] = []
-    saver = Saver(rank_of(0, 2), tmp_path / "checkpoints", 2, 60.0, said.append)
+    saver = Saver(rank_of(0, 2), tmp_path / "checkpoints", 2, LaunchConfig(collective_timeout_s=60.0), said.append)
     saver.save(snapshot(1, world_size=2), is_best=False, before=nothing)
     saver.abandon()
     assert said == ["dropped step_00000001, which is not complete: the other ranks' parts did not come"]

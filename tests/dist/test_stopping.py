@@ -89,3 +89,9 @@ def test_a_stop_in_an_evaluation_saves_the_epoch_and_does_it_all_later(tmp_path:
             environment = {"DIE_AT": "0", "DIE_RANK": str(world_size - 1)}
             assert run(tmp_path / "cut", config, world_size, environment).statuses[-1] == -9
     assert_same_ending(finished(tmp_path / "cut", config, world_size), whole)
+
+
+def test_a_save_longer_than_the_grace_time_is_told_once(tmp_path: Path) -> None:
+    attempt = finished(tmp_path, tiny_config(launch__grace_s=1e-9, checkpoint__every_steps=4), 2)
+    assert attempt.log().count("launch.grace_s is 1e-09 s: raise it") == 1
+    assert "grace_s" not in attempt.log(1)

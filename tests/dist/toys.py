@@ -1,5 +1,6 @@
 """Small data sets and networks for the tests, named in configurations as `tests.dist.toys:NAME`."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -56,6 +57,31 @@ def images_that_rank_1_waits_for(train: bool) -> Images:
     while os.environ.get("RANK") == "1":
         time.sleep(0.1)
     return images(train)
+
+
+class FatalImages(RecordedImages):
+    """Reading the sample FATAL of the training split, in a worker, does what FATAL_DOES says: a signal's name, raise,
+    exit, or open for files that stay open. With FATAL_STOPS the rank is asked to stop first."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == int(os.environ.get("FATAL", "-1")) and multiprocessing.parent_process():
+            self.act(os.environ["FATAL_DOES"])
+        return super().__getitem__(index)
+
+    def act(self, what: str) -> None:
+        if "FATAL_STOPS" in os.environ:
+            os.kill(os.getppid(), signal.SIGTERM)
+        if what == "raise":
+            raise ValueError("boom-731\nand more")
+        if what == "exit":
+            os._exit(7)
+        if what == "open":
+            self.files = [open(os.devnull) for _ in range(10_000)]  # noqa: SIM115
+        os.kill(os.getpid(), signal.Signals[what])
+
+
+def fatal_images(train: bool) -> Images:
+    return FatalImages(64, 1) if train else Images(23, 2)
 
 
 class _RenamedImages(Images):
@@ -388,6 +414,30 @@ class StopsInEvaluation(_Mortal):
             os.kill(os.getpid(), signal.SIGTERM)
         logits: Tensor = self.head(images.flatten(1))
         return logits
+
+
+class SavesSlowly(_Mortal):
+    """The first file that rank 0 brings to the disk takes it SLOW_SAVE seconds."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        if os.environ.get("RANK", "0") == "0":
+            os.fsync = self.fsync
+
+    @staticmethod
+    def fsync(descriptor: int) -> None:
+        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            os.fsync = _fsync
+            time.sleep(float(os.environ["SLOW_SAVE"]))
+        _fsync(descriptor)
+
+    def logits(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+_fsync = os.fsync
 
 
 class WithUnused(_Mortal):

@@ -1,5 +1,6 @@
 """Starts `python -m launch ...` as a user would, and knows every process that comes of it."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -179,6 +180,25 @@ class Place:
         self.kill_all()
         shutil.rmtree(self.temporary)
         assert not left, f"processes left running: {left}"
+
+
+def listening_on(pids: list[int]) -> list[str]:
+    """Local addresses, as /proc/net has them, on which one of these processes listens."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(str(link.readlink()))
+    tables = [path.read_text() for path in Path("/proc/net").glob("tcp*") if path.name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+
+
+def is_loopback(address: str) -> bool:
+    """127.x.x.x, ::1 or the first as an IPv6 address; the last byte of each group of four comes first."""
+    if len(address) == 8:
+        return address.endswith("7F")
+    return address == "0" * 24 + "01000000" or (address[:24] == "0" * 16 + "FFFF0000" and address.endswith("7F"))
 
 
 def until(condition: Callable[[], Any], what: str) -> None:

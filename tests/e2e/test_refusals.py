@@ -35,6 +35,17 @@ def test_what_the_machine_cannot_do_is_one_line(here: Place) -> None:
     assert "Accelerate 1.15 starts one process" in line
 
 
+def test_too_few_open_files_for_loader_workers_are_told_with_numbers(here: Place) -> None:
+    limited = ("sh", "-c", 'ulimit -n 100; exec "$@"', "sh")
+    command = here.run("train", "tiny.yaml", "data.residency=stream", "--nproc", "2", wrapped_in=limited, code=3)
+    # 64, 8 a rank, 20 a worker.
+    said = (
+        "a process may have 100 open files and a rank with 2 loader workers needs up to 120; raise it with `ulimit -n"
+    )
+    assert command.lines == [f"environment error: {said} 120` or use fewer data.num_workers"]
+    assert not (here.folder / "runs").exists()
+
+
 def test_all_that_is_wrong_in_a_config_is_told_at_once(here: Place) -> None:
     (here.folder / "tiny.yaml").write_text("max_epochs: 2\nglobal_batch_size: 8\noptim:\n  lr: fast\n  momentun: 0.9\n")
     lines = refused(here, 2, "data.num_classes=-3", "mixed_precision=fp17", "--nproc", "many")

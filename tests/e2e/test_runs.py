@@ -9,12 +9,11 @@ import select
 import socket
 import termios
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from configs.loader import load_config
-from tests.e2e.commands import ROOT, Command, Place, needs_proc
+from tests.e2e.commands import ROOT, Command, Place, is_loopback, listening_on, needs_proc
 
 pytestmark = needs_proc
 
@@ -170,11 +169,11 @@ def test_two_ranks_print_a_short_plain_log_and_listen_on_loopback_only(here: Pla
     environment = {"TRAIN_SIZE": "320", "HOLD_AT": "3"}
     command = here.start("train", "tiny.yaml", *settings, "--run-name", "x", "--nproc", "2", **environment)
     command.until(here.held(2), "two ranks in their fourth step")
-    listening = _listening(here.living())
+    listening = listening_on(here.living())
     (here.hold / "go").touch()
     command.ends_with(0)
     assert len(listening) >= 2  # each rank's gloo
-    assert [address for address in listening if not _is_loopback(address)] == []
+    assert [address for address in listening if not is_loopback(address)] == []
     assert result_of(here, "x")["step"] == 200
     assert len(command.lines) < 200
     assert [line for line in command.lines if command.lines.count(line) > 1] == []
@@ -186,25 +185,6 @@ def test_two_ranks_print_a_short_plain_log_and_listen_on_loopback_only(here: Pla
     assert logs[1].splitlines() == ["hello from rank 1"]
     assert len(list(here.folder.rglob("events.out.tfevents.*"))) == 1
     assert list(here.temporary.iterdir()) == []
-
-
-def _listening(pids: list[int]) -> list[str]:
-    """Local addresses, as /proc/net has them, on which one of these processes listens."""
-    sockets = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                sockets.add(str(link.readlink()))
-    tables = [path.read_text() for path in Path("/proc/net").glob("tcp*") if path.name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
-    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-
-
-def _is_loopback(address: str) -> bool:
-    """127.x.x.x, ::1 or the first as an IPv6 address; the last byte of each group of four comes first."""
-    if len(address) == 8:
-        return address.endswith("7F")
-    return address == "0" * 24 + "01000000" or (address[:24] == "0" * 16 + "FFFF0000" and address.endswith("7F"))
 
 
 def test_two_runs_at_once_with_usual_ports_taken_and_stray_variables(here: Place) -> None:

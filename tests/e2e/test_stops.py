@@ -1,5 +1,6 @@
 """Stops and kills: nothing is left running, and what was saved goes on, bit for bit."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,7 +14,8 @@ import pytest
 
 from configs.contract import Outcome
 from launch.signals import SAME_CTRL_C_S
-from tests.e2e.commands import Command, Place, needs_proc, until
+from tests.e2e.commands import ROOT, Command, Place, needs_proc, until
+from trainer import checkpoint
 
 pytestmark = needs_proc
 
@@ -66,6 +68,125 @@ def _last_step(metrics: Path) -> int:
     """The last step in metrics.jsonl; 0 if there is none, or none that is written out."""
     lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
     return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+HELD_ANYWHERE = ("model.name=tests.e2e.toys:HeldAnywhere", "data.name=tests.e2e.toys:held_images", "eval.batch_size=7")
+# Runs before everything else in a rank, torch not yet imported.
+HELD_START = """
+import os, sys, time
+from pathlib import Path
+if "trainer" in sys.orig_argv:
+    folder = Path(os.environ["HOLD"])
+    (folder / f"held-{os.environ['RANK']}").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+"""
+
+
+def _launcher(_here: Place, command: Command) -> list[int]:
+    return [command.process.pid]
+
+
+def _torchrun(_here: Place, command: Command) -> list[int]:
+    return [int(Path(f"/proc/{command.process.pid}/task/{command.process.pid}/children").read_text())]
+
+
+def _rank_1(here: Place, _command: Command) -> list[int]:
+    return [int(here.attempt("held").pid(1).read_text())]
+
+
+def _everyone(here: Place, _command: Command) -> list[int]:
+    return here.living()
+
+
+# Where each stop comes, what is sent, to whom, at which steps it may stop: the ranks may be one step beyond the signal,
+# and those that are held in loading have a few batches that were read ahead.
+MOMENTS: dict[str, tuple[signal.Signals, Callable[[Place, Command], list[int]], range]] = {
+    "the start": (signal.SIGTERM, _everyone, range(1, 2)),
+    "building": (signal.SIGUSR1, _rank_1, range(1, 2)),
+    "loading": (signal.SIGHUP, _torchrun, range(1, 6)),
+    "an evaluation": (signal.SIGUSR2, _everyone, range(8, 9)),
+    "a save": (signal.SIGTERM, _launcher, range(8, 10)),
+    "the last step": (signal.SIGUSR1, _everyone, range(16, 17)),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_stop_at_any_moment_saves_one_step_of_all_ranks(here: Place, moment: str) -> None:
+    number, whom, steps = MOMENTS[moment]
+    streamed = STREAMED if moment == "loading" else ()
+    environment = {"HOLD_IN": moment}
+    if moment == "the start":
+        (here.folder / "sitecustomize.py").write_text(HELD_START)
+        environment = {"PYTHONPATH": f"{here.folder}:{ROOT}"}
+    start = ("train", "tiny.yaml", *HELD_ANYWHERE, "model.args={}", *streamed, "--run-name", "held", "--nproc", "2")
+    command = here.start(*start, **environment)
+    command.until(here.held(2), "the ranks' wait")
+    for pid in whom(here, command):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    if whom is not _rank_1:
+        command.until(here.attempt("held").stop_request.exists, "the stop request")
+    (here.hold / "go").touch()
+    command.ends_with(75)
+    until(lambda: here.living() == [], "the end of all that the launcher had started")
+    said = rf"stopped by {number.name} at step (\d+); checkpoint (\S+); go on with: python -m launch resume held"
+    found = re.fullmatch(said, command.lines[-1])
+    assert found, command.output
+    step, saved = int(found[1]), found[2]
+    assert step in steps
+    assert saved == f"step_{step:08d}"
+    for rank in (0, 1):
+        outcome = Outcome.load(here.attempt("held").outcome(rank))
+        assert outcome is not None
+        assert (outcome.status, outcome.step, outcome.checkpoint) == ("stopped", step, saved)
+    logs = [path.read_text() for path in here.attempt("held").logs.iterdir()]
+    assert not any("Traceback" in text for text in (command.output, *logs))
+    assert checkpoint.fault_of(here.run_dir("held").checkpoints / saved) is None
+
+
+def _workers_of(pid: int) -> list[int]:
+    """The rank's forks: they have its command line, which `git`, another child, has not."""
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [child for child in children if b"trainer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_a_scheduler_that_kills_the_loader_workers_first_loses_no_step(here: Place) -> None:
+    start = ("train", "tiny.yaml", *HELD, *STREAMED, "--run-name", "held", "--nproc", "2")
+    command = here.start(*start, HOLD_AT="4")
+    command.until(here.held(2), "both ranks in their fifth step")
+    for rank in (0, 1):
+        workers = _workers_of(int(here.attempt("held").pid(rank).read_text()))
+        assert len(workers) == 2
+        for pid in workers:
+            os.kill(pid, signal.SIGKILL)
+    command.process.terminate()
+    command.until(here.attempt("held").stop_request.exists, "the stop request")
+    (here.hold / "go").touch()
+    command.ends_with(75)
+    assert here.living() == []
+    assert re.match(r"stopped by SIGTERM at step [56]; checkpoint step_0000000[56]; ", command.lines[-1])
+    logs = [path.read_text() for path in here.attempt("held").logs.iterdir()]
+    assert not any("Traceback" in text for text in (command.output, *logs))
+
+
+def test_a_loader_worker_that_is_killed_ends_the_run_with_the_fix(here: Place) -> None:
+    settings = (*HELD, *STREAMED, "checkpoint.every_steps=3")
+    command = here.start("train", "tiny.yaml", *settings, "--run-name", "held", "--nproc", "2", HOLD_AT="4")
+    command.until(here.held(2), "both ranks in their fifth step")
+    victim = _workers_of(int(here.attempt("held").pid(1).read_text()))[0]
+    os.kill(victim, signal.SIGKILL)
+    (here.hold / "go").touch()
+    command.ends_with(3)
+    assert here.living() == []
+    said = (
+        rf"environment error: a loader worker \(pid {victim}\) was killed by SIGKILL, usually because memory ran out: "
+        r"use fewer data.num_workers, or data.num_workers=0, which reads in the rank itself "
+        r"\(rank 1 of 2 at epoch 0 step \d\)"
+    )
+    assert re.fullmatch(said, command.lines[-3])
+    assert command.lines[-1] == "hint: go on from step_00000003 with: python -m launch resume held"
+    assert "Traceback" not in command.output
 
 
 def test_a_second_ctrl_c_ends_at_once(here: Place) -> None:

@@ -1,4 +1,4 @@
-"""Networks for the tests of the command line, named in configurations as `tests.e2e.toys:NAME`."""
+"""Networks and data for the tests of the command line, named in configurations as `tests.e2e.toys:NAME`."""
 
 import os
 import time
@@ -7,7 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tests.dist.toys import finish_writing
+from tests.dist.toys import Images, finish_writing
+
+EVAL_BATCH = 7
+_fsync = os.fsync
+
+
+def hold_in(moment: str) -> None:
+    """If the test holds the ranks in this moment ($HOLD_IN), make $HOLD/held-RANK and wait for $HOLD/go."""
+    if os.environ.get("HOLD_IN") == moment:
+        folder = Path(os.environ["HOLD"])
+        (folder / f"held-{os.environ.get('RANK', '0')}").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.01)
 
 
 class Held(nn.Module):
@@ -48,3 +60,41 @@ class Unkeyed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(images.flatten(1))
         return logits * (1 + self.shift)
+
+
+class HeldAnywhere(Held):
+    """Waits while it is built, in an evaluation, in a save or in the last step of 16, too."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(num_classes)
+        hold_in("building")
+        os.fsync = self.fsync
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and self.calls == 15:
+            hold_in("the last step")
+        if not self.training and len(images) == EVAL_BATCH:
+            hold_in("an evaluation")
+        return super().forward(images)
+
+    @staticmethod
+    def fsync(descriptor: int) -> None:
+        if "/checkpoints/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
+            hold_in("a save")
+        _fsync(descriptor)
+
+
+class HeldImages(Images):
+    """Waits before it gives the tenth sample that a worker reads."""
+
+    reads = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if self.reads == 9:
+            hold_in("loading")
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def held_images(train: bool) -> Images:
+    return HeldImages(64, 1) if train else Images(23, 2)

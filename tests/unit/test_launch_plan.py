@@ -176,6 +176,16 @@ def test_accelerate_gets_a_file_of_ours_and_no_fixed_port() -> None:
     assert f"--config_file {plan.attempt.path / 'accelerate.yaml'}" in " ".join(plan.argv)
     assert "main_process_port: 0" in plan.files["accelerate.yaml"]
     assert "MULTI_GPU" in plan.files["accelerate.yaml"]
+    assert "--rdzv_backend c10d --rdzv_conf store_type=file" in " ".join(plan.argv)
+    assert plan.child_environ({"PET_RDZV_ENDPOINT": "stray"})["PET_RDZV_ENDPOINT"] == "/tmp/lockstep-XXXXXXXX/agent"
+
+
+@pytest.mark.parametrize(("own", "interface"), [({}, "lo"), ({"NCCL_SOCKET_IFNAME": "eth7"}, "eth7")])
+def test_nccl_stays_on_loopback_on_one_node(own: dict[str, str], interface: str) -> None:
+    assert planned(GPU, nproc=2, environ=own).environment["NCCL_SOCKET_IFNAME"] == interface
+    nodes = Rendezvous(2, 0, "node0:29400", "10.0.0.7")
+    assert "NCCL_SOCKET_IFNAME" not in planned(GPU, nproc=2, nodes=nodes, interface="eth0").environment
+    assert "NCCL_SOCKET_IFNAME" not in planned(CPU, nproc=2).environment
 
 
 def test_cpu_on_a_gpu_machine_hides_the_gpus() -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,9 @@ os.dup2(log, 1), os.dup2(log, 2)
 asked = []
 def ask(number, frame):
     asked.append(signal.Signals(number).name)
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN if what == "deaf" else ask)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
 faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
 beat = open_beat(attempt / f"beat-rank{rank}")
 phase = FORWARD if what in ("hang", "halt") else WAITING
@@ -78,7 +79,9 @@ end(0, status="stopped", step=41, signal=asked[0], checkpoint="step_00000041")
 
 # As torchrun's: its ranks are in sessions of their own, and it waits for all of them.
 AGENT = """
-import subprocess, sys
+import os, subprocess, sys
+from pathlib import Path
+(Path(sys.argv[2]) / "agent").write_text(str(os.getpid()))
 ranks = [
     subprocess.Popen([sys.executable, sys.argv[1], sys.argv[2], str(rank), what], start_new_session=True)
     for rank, what in enumerate(sys.argv[3:])
@@ -118,17 +121,18 @@ def plan_of(tmp_path: Path, *ranks: str, **launch: Any) -> LaunchPlan:
 
 
 class Console(io.BytesIO):
-    """Sends a signal to this process, once as many ranks as `ranks` have a pid file and rank 0 is heard."""
+    """Sends signals to this process, or to all that `pids` gives, once every rank has a pid file and 0 is heard."""
 
-    def __init__(self, plan: LaunchPlan, *numbers: int) -> None:
+    def __init__(self, plan: LaunchPlan, *numbers: int, pids: Callable[[], list[int]] | None = None) -> None:
         super().__init__()
-        self._plan, self._numbers = plan, numbers
+        self._plan, self._numbers, self._pids = plan, numbers, pids or (lambda: [os.getpid()])
 
     def write(self, data: Any) -> int:
         while len(read_pids(self._plan.attempt)) < self._plan.worker.world_size:
             time.sleep(0.01)
         for number in self._numbers:
-            os.kill(os.getpid(), number)
+            for pid in self._pids():
+                os.kill(pid, number)
             time.sleep(0.25)  # two Ctrl-C within 0.2 s count as one
         return super().write(data)
 
@@ -163,6 +167,23 @@ def test_a_signal_stops_every_rank_once_and_cleanly(
     verdict = conclude(plan, ending, "go on")
     assert verdict.exit_code == code
     assert verdict.lines == [f"stopped by {ending.signal} at step 41; checkpoint step_00000041; go on with: go on"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what torchrun was sent is seen through /proc")
+@pytest.mark.parametrize("everyone", [False, True])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_torchrun_is_one_to_the_run(tmp_path: Path, number: signal.Signals, everyone: bool) -> None:
+    """To it alone, or to it, to the ranks and to the launcher, as some schedulers do."""
+    plan = plan_of(tmp_path, "train", "train")
+
+    def pids() -> list[int]:
+        agent = int((plan.attempt.path / "agent").read_text())
+        return [agent, *read_pids(plan.attempt).values(), os.getpid()] if everyone else [agent]
+
+    ending, left = run(plan, Console(plan, number, pids=pids))
+    assert (ending.child_code, ending.killed, ending.signal, left) == (0, None, number.name, [])
+    verdict = conclude(plan, ending, "go on")
+    assert verdict.lines == [f"stopped by {number.name} at step 41; checkpoint step_00000041; go on with: go on"]
 
 
 def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
-from trainer.__main__ import _failure, _plain_warning, _where
-from trainer.runtime import PeerError
+from trainer.__main__ import _failure, _plain_warning
+from trainer.peers import PeerError
+from trainer.places import place_of
 
 
 def caught(error: BaseException) -> BaseException:
@@ -70,11 +71,11 @@ def test_error_without_text_is_told_by_its_name() -> None:
 def test_place_is_the_innermost_line_of_ones_own_code(fails: Callable[[], object]) -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011
         fails()
-    assert (_where(caught.value) or "").startswith("tests/unit/test_worker_entry.py:")
+    assert (place_of(caught.value) or "").startswith("tests/unit/test_worker_entry.py:")
 
 
 def test_error_that_was_never_raised_has_no_place() -> None:
-    assert _where(ValueError("never raised")) is None
+    assert place_of(ValueError("never raised")) is None
 
 
 def test_warnings_are_one_line() -> None:

@@ -1,5 +1,6 @@
 """Names to data sets: the built-in ones as uint8 tensors, a user's `module:callable` as it is."""
 
+import hashlib
 import importlib
 import sys
 from collections.abc import Sized
@@ -87,13 +88,36 @@ def _load_known(known: KnownData, config: DataConfig, *, train: bool) -> tuple[T
     # torchvision takes 2 s to import; a run on a user's own tensors does not pay for it.
     from torchvision import datasets
 
+    place = Path(config.root).resolve() / known.folder
+    _check_hashes(getattr(datasets, known.torchvision_name), place, train=train)
     try:
         data = getattr(datasets, known.torchvision_name)(config.root, train=train, download=False)
-    except RuntimeError as error:
-        raise EnvironmentProblem(f"{config.name} is not in {Path(config.root).resolve()}: {error}") from error
+    except Exception as error:  # files that are not there, or not what they are to be
+        text = "".join(str(error).splitlines()[:1])
+        raise EnvironmentProblem(
+            f"{config.name} is not in {place}, or not as it was published: {text}; remove the folder to have it anew"
+        ) from error
     images = torch.as_tensor(data.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
     return TensorSplit(images, torch.as_tensor(data.targets, dtype=torch.int64)), _class_names(data)
+
+
+def _check_hashes(source: Any, place: Path, *, train: bool) -> None:
+    """CIFAR's files are pickles, which could run code: none is opened that is not, byte for byte, the published one.
+
+    torchvision looks at the hashes too; here they stand guard whatever its version does. MNIST's files are arrays.
+    """
+    published = list(getattr(source, "train_list" if train else "test_list", ()))
+    if meta := getattr(source, "meta", None):
+        published.append((meta["filename"], meta["md5"]))
+    for name, md5 in published:
+        if not (place / name).is_file():
+            continue  # torchvision says so
+        found = hashlib.md5((place / name).read_bytes(), usedforsecurity=False).hexdigest()
+        if found != md5:
+            raise EnvironmentProblem(
+                f"{place / name} is not the published file: MD5 {found}, expected {md5}; remove {place} to have it anew"
+            )
 
 
 def load_callable(name: str, key: str) -> Any:

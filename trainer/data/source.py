@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.schema import DataConfig
-from trainer.data.datasets import MapStyle, TensorSplit
+from configs.schema import DataConfig, RunConfig
+from trainer.data.datasets import MapStyle, TensorSplit, as_image_tensor
 from trainer.data.resident import ResidentSource
 from trainer.data.stream import KeyedSamples, StreamSource
+from trainer.data.workers import PREFETCH, check_shared_memory
+from trainer.stop import StopFlag
 
 Source = ResidentSource | StreamSource
 
@@ -96,9 +98,31 @@ def choose_residency(
 
 
 def build_source(
-    split: MapStyle, residency: str, config: DataConfig, seed: int, num_classes: int, device: torch.device
+    split: MapStyle,
+    residency: str,
+    config: DataConfig,
+    seed: int,
+    num_classes: int,
+    device: torch.device,
+    stop: StopFlag | None = None,
 ) -> Source:
-    """The source of one split."""
+    """The source of one split. Once `stop` is set, loader workers that die are no error."""
     if residency == "device":
         return ResidentSource(materialise(split, seed, num_classes), device)
-    return StreamSource(split, seed, num_classes, config.num_workers, device)
+    return StreamSource(split, seed, num_classes, config.num_workers, device, stop)
+
+
+def check_loaders(
+    config: RunConfig, splits: tuple[MapStyle, MapStyle], micro_batch: int, ranks: tuple[int, int], *, streams: bool
+) -> list[str]:
+    """Whether what loader workers read ahead fits in shared memory; `ranks` are those of this node and of all.
+
+    Raises EnvironmentProblem if that of the training does not; returns a warning if that of an evaluation may not.
+    """
+    workers, (local, world) = config.data.num_workers, ranks
+    if not streams or workers == 0:
+        return []
+    train_bytes, eval_bytes = (as_image_tensor(split[0][0]).nbytes for split in splits)
+    batch = min(config.eval.batch_size, len(splits[1]))
+    ahead = min(workers * PREFETCH, -(-len(splits[1]) // (batch * world)))
+    return check_shared_memory(local, workers, micro_batch * train_bytes, ahead * batch * eval_bytes)

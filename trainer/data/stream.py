@@ -1,22 +1,22 @@
-"""A split that is read sample by sample through DataLoader workers,
-which hand over uint8; the rest runs on the device."""
+"""A split that is read sample by sample through loader workers, which hand over uint8; the rest runs on the device."""
 
+import errno
 import random
-import signal
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import tee
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from configs.errors import TrainingError
-from configs.run_dir import STOP_SIGNALS
+from configs.errors import LockstepError, TrainingError
 from trainer.data.datasets import MapStyle, as_image_tensor
 from trainer.data.order import RankBatch, key_of
-from trainer.parent import die_with_parent
+from trainer.data.workers import Pair, Request, Workers, too_many_files
+from trainer.places import place_of
+from trainer.stop import StopFlag
 
 _EVALUATION = -1
 """In place of the epoch where a sample is read for evaluation: its randomness, if any, is the same every time."""
@@ -42,6 +42,27 @@ class KeyedSamples:
         image, label = self.split[index]
         return as_image_tensor(image), torch.tensor(class_of(label, self.num_classes, index))
 
+    def read(self, request: Request) -> Pair:
+        """The samples of one batch. Raises TrainingError naming the sample that cannot be read."""
+        samples = []
+        for sample in request:
+            try:
+                samples.append(self[sample])
+            except LockstepError:
+                raise
+            except Exception as error:
+                raise _unreadable(sample[1], error) from None
+        return _collate(samples)
+
+
+def _unreadable(index: int, error: Exception) -> LockstepError:
+    """The user's own error, with the sample; its stack goes to the log of the rank."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return too_many_files()
+    traceback.print_exc()
+    text = "".join(str(error).strip().splitlines()[:1])
+    return TrainingError(f"sample {index} cannot be read: {type(error).__name__}: {text} ({place_of(error)})")
+
 
 def class_of(label: Any, num_classes: int, index: int) -> int:
     """The label as a class number. Raises TrainingError naming the sample if it is none: losses skip or crash on it."""
@@ -63,47 +84,51 @@ def _collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([image for image, _ in samples]), torch.stack([label for _, label in samples])
 
 
-def _start_worker(_worker_id: int) -> None:
-    die_with_parent()
-    for name in STOP_SIGNALS:  # a scheduler signals every process; the rank stops, and its workers end with it
-        signal.signal(signal.Signals[name], signal.SIG_IGN)
-
-
 class StreamSource:
     """Batches of a split that stays where it is."""
 
-    def __init__(self, split: MapStyle, seed: int, num_classes: int, num_workers: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        split: MapStyle,
+        seed: int,
+        num_classes: int,
+        num_workers: int,
+        device: torch.device,
+        stop: StopFlag | None = None,
+    ) -> None:
         self.samples = KeyedSamples(split, seed, num_classes)
         self.size = len(split)
         self.num_workers = num_workers
         self.device = device
+        self.stop = stop
 
     def __len__(self) -> int:
         return self.size
 
     def training(self, batches: Iterator[RankBatch]) -> Iterator[tuple[RankBatch, list[tuple[Tensor, Tensor]]]]:
         """Each batch with the images and labels of its micro-batches. One set of workers serves the whole run."""
-        ours, loaders = tee(batches)
-        requests = ([(batch.epoch, i) for i in ids.tolist()] for batch in loaders for ids in batch.pieces)
-        loaded = iter(self._loader(requests))
+        ours, ahead = tee(batches)
+        workers = self._start(_request(batch.epoch, ids.tolist()) for batch in ahead for ids in batch.pieces)
         for batch in ours:
-            yield batch, [self._to_device(next(loaded)) for _ in batch.pieces]
+            requests = (_request(batch.epoch, ids.tolist()) for ids in batch.pieces)
+            yield batch, [self._to_device(workers.next(request)) for request in requests]
 
     def evaluation(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of each fixed range of indices."""
-        for pair in self._loader([[(_EVALUATION, i) for i in batch] for batch in batches]):
-            yield self._to_device(pair)
+        requests = [_request(_EVALUATION, batch) for batch in batches]
+        workers = self._start(requests)
+        for request in requests:
+            yield self._to_device(workers.next(request))
+        workers.done()
 
-    def _loader(self, requests: Any) -> DataLoader[Any]:
-        return DataLoader(
-            self.samples,  # type: ignore[arg-type]  # needs only __getitem__: the sampler says what to read
-            batch_sampler=requests,
-            num_workers=self.num_workers,
-            collate_fn=_collate,
-            worker_init_fn=_start_worker,
-            pin_memory=self.device.type == "cuda",
-        )
+    def _start(self, requests: Iterable[Request]) -> Workers:
+        is_cuda = self.device.type == "cuda"
+        return Workers(self.samples.read, requests, self.num_workers, pin=is_cuda, stop=self.stop)
 
     def _to_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = pair
         return images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+
+
+def _request(epoch: int, indices: Iterable[int]) -> Request:
+    return [(epoch, index) for index in indices]
