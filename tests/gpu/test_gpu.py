@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints import alone, nothing, saver_of
+from trainer.checkpoint import Snapshot, load
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
@@ -40,3 +43,22 @@ def test_all_gpus_see_the_same_samples_as_one(tmp_path: Path) -> None:
     alone = launch(tmp_path / "1", *arguments)
     together = launch(tmp_path / "n", *arguments, "--nproc", str(gpus))
     assert alone["metrics"] == pytest.approx(together["metrics"], rel=1e-9)
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    """The copies are enqueued before what changes the weights next, however long the queue is."""
+    size = 4096
+    weights, noise = torch.zeros(size, size, device="cuda"), torch.randn(size, size, device="cuda")
+    saver = saver_of(alone(), tmp_path)
+    for step in range(3):
+        for _ in range(20):
+            noise = noise @ noise / size  # keeps the device busy
+        saver.settle()
+        saver.save(
+            Snapshot(step, {"model": {"w": weights}, "optimizer": {}}, {}, {"world_size": 1}),
+            is_best=False, before=nothing,
+        )  # fmt: skip
+        weights += 1
+    saver.settle()
+    for step in range(3):
+        assert bool((load(tmp_path / f"step_{step:08d}").shared["model"]["w"] == step).all())
