@@ -81,7 +81,7 @@ def test_failure_of_one_rank_alone_is_told_to_all(
 
     def function(context: RunContext) -> str:
         if context.rank == rank:  # in this process only
-            monkeypatch.setattr(saving, broken, fail)
+            monkeypatch.setattr(checkpoint if broken == "mark_best" else saving, broken, fail)
         try:
             save(context, tmp_path, snapshot(1, world_size=2, rank=context.rank), 2, is_best=True)
         except (OSError, EnvironmentProblem, PeerError) as error:
