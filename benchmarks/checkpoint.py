@@ -1,5 +1,6 @@
 """What saving costs training: how long it stands still, and how much slower it steps while a checkpoint is written."""
 
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -18,16 +19,18 @@ DURING, WITHOUT = "while a checkpoint is written", "without"
 
 
 def measure(rounds: int | None = None) -> list[Row]:
-    """One process of one thread. The stall and the whole are of the same saves; both begin with the check of the
-    weights and the flush of the metrics."""
+    """One process: of as many threads as it gets by default for the large network, of one for the small. The stall and
+    the whole are of the same saves; both begin with the check of the weights."""
     OUT.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=OUT) as name:  # on a disk: the system's folder for such may be in memory
-        large = build_job(tutorial_config(*STEADY, *LARGE), folder_in(name, "large"))
+        large = build_job(tutorial_config(*STEADY, *LARGE), folder_in(name, "large"), threads_per_rank=os.cpu_count())
         take_steps(large, batches_of(large), 1)
         saves = [timed_save(large) for _ in range(1 + (rounds or ROUNDS))][1:]  # the first makes its buffers
         measured = {STALL: [stall for stall, _ in saves], SYNCHRONOUS: [whole for _, whole in saves]}
         small = build_job(tutorial_config(*STEADY), folder_in(name, "small"))
         steps = step_times(small, rounds or ROUNDS)
+        for job in (large, small):
+            job.tracker.close()  # its thread would write into the folder while that is removed
     return [
         ratio_row("checkpoint/stall", measured, STALL, SYNCHRONOUS, "s", Target("<=", 0.1)),
         ratio_row("checkpoint/steps", steps, DURING, WITHOUT, "us a step"),

@@ -2,7 +2,7 @@
 
 `checkpoints/step_00000123/` holds model, optimizer, ema (one file each, written by rank 0), rank_R (what belongs to
 rank R alone: running statistics and its share of the logged loss), state.json and, last of all, manifest.json with
-sizes and SHA-256. saving.py writes it under another name and renames it when everything is on the disk.
+sizes and SHA-256. saving.py writes them under another name; when all is on the disk the folder is renamed.
 """
 
 import json
@@ -20,7 +20,7 @@ from torch import Tensor
 from configs.contract import write_atomically
 from configs.errors import CheckpointError
 from configs.run_dir import STEP_FOLDER, step_name
-from trainer.disk import remove, sha256
+from trainer.disk import in_one_sentence, remove, sha256, sync, write_text
 from trainer.strangers import is_plain_name, strangeness_of
 
 FORMAT = 1
@@ -30,7 +30,12 @@ ASIDE, OLD = ".tmp_", ".old_"
 BEST = "best.json"
 _FILE = re.compile(r"[a-z0-9_]+\.(safetensors|json)", re.ASCII)
 
+PART = "part_*.json"
+"""While it is written: the facts of each rank's files but rank 0's."""
+
 Tensors = dict[str, Tensor]
+Facts = dict[str, dict[str, Any]]
+"""Of each file of a checkpoint: bytes and sha256."""
 Damage = Callable[[Path, str], None]
 """Told of each checkpoint that cannot be used, and why."""
 
@@ -82,6 +87,36 @@ def recover(folder: Path, skipped: Damage) -> None:
             remove(old)
         else:
             old.rename(final)
+
+
+def publish(aside: Path, final: Path, files: Facts) -> None:
+    """Make the checkpoint in `aside`, whose files all lie on the disk, the one that is called `final`."""
+    with in_one_sentence("write", final):
+        for part in sorted(aside.glob(PART)):
+            files = files | json.loads(part.read_text(encoding="utf-8"))
+            part.unlink()
+        write_text(aside / MANIFEST, json.dumps(files, indent=1))
+        sync(aside)
+        old = final.with_name(OLD + final.name)
+        if final.exists():  # the same step again: after a stop that put off what was due, or a resume from an older one
+            final.rename(old)
+        aside.rename(final)
+        sync(final.parent)
+        remove(old)
+
+
+def tidy(final: Path, keep: int, *, is_best: bool) -> None:
+    """Of the checkpoints up to `final`, which is on the disk, keep the newest `keep` and the best. What is newer is
+    not judged here."""
+    if is_best:
+        with in_one_sentence("write", final.parent / BEST):
+            mark_best(final.parent, final.name)
+    best, found = best_name(final.parent), step_folders(final.parent)
+    for path in found[: found.index(final) + 1][:-keep]:
+        if path.name != best:
+            with in_one_sentence("delete", path):
+                # Renamed first: half deleted, it would be taken for a damaged one.
+                remove(path.rename(path.with_name(f"{ASIDE}old_{path.name}")))
 
 
 def mark_best(folder: Path, name: str) -> None:

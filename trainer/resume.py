@@ -212,7 +212,9 @@ def load_weights(model: nn.Module, source: str) -> None:
     try:
         found = load_file(path)
     except Exception as error:
-        raise CheckpointError(f"init_from: {path} is not a safetensors file: {error}") from error
+        raise CheckpointError(
+            f"init_from: {path} is not a safetensors file: {error}; give a model.safetensors or a run folder"
+        ) from error
     wanted = model.state_dict()
     checkpoint.check_fits(_shapes(wanted), _shapes(found), path)
     model.load_state_dict(found)

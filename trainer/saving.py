@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,20 +19,7 @@ from configs.contract import write_atomically
 from configs.errors import EnvironmentProblem
 from configs.run_dir import step_name
 from configs.schema import LaunchConfig
-from trainer.checkpoint import (
-    ASIDE,
-    BEST,
-    FORMAT,
-    MANIFEST,
-    OLD,
-    STATE,
-    Snapshot,
-    Tensors,
-    best_name,
-    mark_best,
-    rank_file,
-    step_folders,
-)
+from trainer.checkpoint import ASIDE, FORMAT, PART, STATE, Facts, Snapshot, Tensors, publish, rank_file, tidy
 from trainer.disk import in_one_sentence, remove, sha256, sync, write_tensors, write_text
 from trainer.peers import PeerError
 from trainer.runtime import RunContext
@@ -44,9 +30,6 @@ THREAD = "checkpoint"
 PEER_PATIENCE_S = 3.0
 """After an error: how long rank 0 waits for the others' parts, which are smaller than its own, once that is written."""
 _POLL_S = 0.01
-
-Facts = dict[str, dict[str, Any]]
-"""Of each file of a checkpoint: bytes and sha256."""
 
 
 class MissingPart(EnvironmentProblem):
@@ -121,11 +104,11 @@ class Saver:
         """Copy what is to be saved and return; it is written meanwhile. Called by all ranks, after settle().
         Rank 0's writer calls `before` just before it publishes."""
         assert self._flight is None, "the save before is not settled"
-        flight = self._flight = _Flight(
-            self._copied(snapshot), self._folder / step_name(snapshot.step), is_best, before, _mark()
-        )
+        final = self._folder / step_name(snapshot.step)
+        flight = _Flight(self._copied(snapshot), final, is_best, before, _mark())
         flight.thread = threading.Thread(target=self._write, args=(flight,), name=THREAD, daemon=True)
         flight.thread.start()
+        self._flight = flight
 
     def settle(self) -> None:
         """Wait until the last save is published. Called by all ranks; what failed on one raises on all."""
@@ -230,7 +213,8 @@ class Saver:
             if time.monotonic() > deadline:
                 raise MissingPart(
                     f"{missing[0]} was not written within {self._limits.collective_timeout_s:g} s; "
-                    "the last checkpoint stands; look at that rank's log, or raise launch.collective_timeout_s"
+                    "the last checkpoint stands; look at that rank's log, raise launch.collective_timeout_s, and on "
+                    "several nodes use a --runs-dir that they share"
                 )
             is_last_look = flight.cancelled.wait(_POLL_S)
         return True
@@ -259,7 +243,7 @@ def _mark() -> torch.cuda.Event | None:
 
 def _part(aside: Path, rank: int) -> Path:
     """Where `rank` says that its files are complete."""
-    return aside / f"part_{rank}.json"
+    return aside / PART.replace("*", str(rank))
 
 
 def _make(aside: Path) -> None:
@@ -269,33 +253,3 @@ def _make(aside: Path) -> None:
             aside.parent.mkdir(parents=True, exist_ok=True)
             sync(aside.parent.parent)
         aside.mkdir(exist_ok=True)
-
-
-def publish(aside: Path, final: Path, files: Facts) -> None:
-    """Make the checkpoint in `aside`, whose files all lie on the disk, the one that is called `final`."""
-    with in_one_sentence("write", final):
-        for part in sorted(aside.glob("part_*.json")):
-            files = files | json.loads(part.read_text(encoding="utf-8"))
-            part.unlink()
-        write_text(aside / MANIFEST, json.dumps(files, indent=1))
-        sync(aside)
-        old = final.with_name(OLD + final.name)
-        if final.exists():  # the same step again: after a stop that put off what was due, or a resume from an older one
-            final.rename(old)
-        aside.rename(final)
-        sync(final.parent)
-        remove(old)
-
-
-def tidy(final: Path, keep: int, *, is_best: bool) -> None:
-    """Of the checkpoints up to `final`, which is on the disk, keep the newest `keep` and the best. What is newer is
-    not judged here."""
-    if is_best:
-        with in_one_sentence("write", final.parent / BEST):
-            mark_best(final.parent, final.name)
-    best, found = best_name(final.parent), step_folders(final.parent)
-    for path in found[: found.index(final) + 1][:-keep]:
-        if path.name != best:
-            with in_one_sentence("delete", path):
-                # Renamed first: half deleted, it would be taken for a damaged one.
-                remove(path.rename(path.with_name(f"{ASIDE}old_{path.name}")))

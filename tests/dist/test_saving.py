@@ -3,6 +3,8 @@
 import errno
 import json
 import resource
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,7 +85,7 @@ def test_failure_of_one_rank_alone_is_told_to_all(
 
     def function(context: RunContext) -> str:
         if context.rank == rank:  # in this process only
-            monkeypatch.setattr(saving, broken, fail)
+            monkeypatch.setattr(checkpoint if broken == "mark_best" else saving, broken, fail)
         try:
             save(context, tmp_path, snapshot(1, world_size=2, rank=context.rank), 2, is_best=True)
         except (OSError, EnvironmentProblem, PeerError) as error:
@@ -173,11 +175,9 @@ def test_an_error_lets_the_checkpoint_before_it_arrive(tmp_path: Path) -> None:
     """Rank 1 fails in the step after a save that takes long."""
     failing = {"name": "tests.dist.toys:Raises", "args": {"rank": 1, "step": 3}}
     config = tiny_config(model=failing, checkpoint__every_steps=3)
-    ended = tmp_path / "attempts" / "001" / "pid-rank1"
 
     def patient(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        if path.name.startswith("model"):  # rank 0's; rank 1 ends meanwhile
-            wait_for(lambda: is_gone(ended), "the end of rank 1")
+        wait_for(main_thread_waits, "the error")
         disk.write_tensors(path, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -190,10 +190,12 @@ def test_an_error_lets_the_checkpoint_before_it_arrive(tmp_path: Path) -> None:
     assert "saved step_00000003" in attempt.log()
 
 
-def is_gone(pid_file: Path) -> bool:
-    """Whether the process has ended; its parent, this one's too, may not have asked for it yet."""
-    stat = Path(f"/proc/{pid_file.read_text()}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+def main_thread_waits() -> bool:
+    """Whether this process's training thread has failed and waits for what is on its way."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code is not Saver.abandon.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 @pytest.mark.parametrize("rank", [0, 1])

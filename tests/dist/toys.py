@@ -118,7 +118,6 @@ class _Hooked(nn.Module):
         logits: Tensor = self.head(images.flatten(1))
         if self.training:
             if self.is_mine and self.calls == self.step:
-                finish_writing()
                 logits = self.act(logits)
             self.calls += 1
         return logits
@@ -134,12 +133,14 @@ class Raises(_Hooked):
 
 class Killed(_Hooked):
     def act(self, logits: Tensor) -> Tensor:
+        finish_writing()
         os.kill(os.getpid(), signal.SIGKILL)
         return logits
 
 
 class Exits(_Hooked):
     def act(self, logits: Tensor) -> Tensor:
+        finish_writing()
         os._exit(7)
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints import alone, nothing, saver_of
+from trainer.checkpoint import Snapshot, load
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here"),
@@ -53,3 +56,22 @@ def test_a_checkpoint_is_taken_after_the_first_step(tmp_path: Path) -> None:
     launch(tmp_path, "configs/smoke.yaml", "mixed_precision=no")
     log = tmp_path / "gpu" / "attempts" / "001" / "logs" / "rank0.log"
     assert "saved step_00000001" in log.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
+    """The copies are enqueued before what changes the weights next, however long the queue is."""
+    size = 4096
+    weights, noise = torch.zeros(size, size, device="cuda"), torch.randn(size, size, device="cuda")
+    saver = saver_of(alone(), tmp_path)
+    for step in range(3):
+        for _ in range(20):
+            noise = noise @ noise / size  # keeps the device busy
+        saver.settle()
+        saver.save(
+            Snapshot(step, {"model": {"w": weights}, "optimizer": {}}, {}, {"world_size": 1}),
+            is_best=False, before=nothing,
+        )  # fmt: skip
+        weights += 1
+    saver.settle()
+    for step in range(3):
+        assert bool((load(tmp_path / f"step_{step:08d}").shared["model"]["w"] == step).all())
