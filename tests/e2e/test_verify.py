@@ -9,8 +9,9 @@ pytestmark = needs_proc
 SHORT = ("max_epochs=1", "model.args={hidden: [16]}")
 
 
-def test_a_killed_run_is_proved_equal(here: Place) -> None:
-    proof = here.run("verify", "resume", "tiny.yaml", *SHORT, "--kills", "2", "--nproc", "2")
+def test_a_killed_run_is_proved_equal_with_dropout_too(here: Place) -> None:
+    model = ("model.name=tests.dist.toys:WithDropout", "model.args={}")
+    proof = here.run("verify", "resume", "tiny.yaml", "max_epochs=1", *model, "--kills", "2", "--nproc", "2")
     assert proof.lines[-1] == "3 of 3 hold"
     assert len(re.findall(r"^ok: sigkill\w* of rank [01] at step \d: exit 1", proof.output, re.MULTILINE)) == 2
     assert "equal: model, optimizer, rank_0, rank_1; 9 points of metrics; the samples of 8 batches" in proof.output
