@@ -18,6 +18,12 @@ def slice_bounds(total: int, part: int, parts: int) -> tuple[int, int]:
     return part * total // parts, (part + 1) * total // parts
 
 
+def num_pieces(total: int, part: int, parts: int, max_micro_batch: int) -> int:
+    """Micro-batches that the `part`-th of `parts` slices of a batch of `total` samples is cut into."""
+    start, stop = slice_bounds(total, part, parts)
+    return -(-(stop - start) // max_micro_batch)
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """How one global batch is cut. Sizes are samples; a micro-batch is what one forward pass sees."""
@@ -56,9 +62,27 @@ def plan_batches(config: RunConfig, world_size: int, max_micro_batch: int | None
             f"use global_batch_size={world_size} or more, or no more than {total} of them"
         )
     max_slice = -(-total // world_size)
-    cap = min(config.max_per_device_batch_size or max_slice, max_micro_batch or max_slice)
-    accumulation = -(-max_slice // cap)
-    return BatchPlan(total, world_size, max_slice, -(-max_slice // accumulation), accumulation)
+    parts = world_size
+    if config.virtual_shards:
+        check_shards(config.virtual_shards, total, world_size)
+        parts = config.virtual_shards
+    part = -(-total // parts)
+    pieces = -(-part // min(config.max_per_device_batch_size or part, max_micro_batch or part))
+    return BatchPlan(total, world_size, max_slice, -(-part // pieces), pieces * parts // world_size)
+
+
+def check_shards(shards: int, global_batch_size: int, world_size: int) -> None:
+    """Raise ConfigError if the shards do not divide over the processes, or cannot all have samples."""
+    if shards % world_size:
+        fitting = ", ".join(str(2**k) for k in range(shards.bit_length()))
+        raise ConfigError(
+            f"virtual_shards={shards} does not divide over {world_size} processes; use one of {fitting} processes"
+        )
+    if global_batch_size < shards:
+        raise ConfigError(
+            f"global_batch_size={global_batch_size} is smaller than virtual_shards={shards}; use a larger batch or "
+            "fewer shards"
+        )
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int, *, drop_last: bool) -> int:

@@ -28,6 +28,14 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _power_of_two(value: int) -> int:
+    if value & (value - 1):
+        raise ValueError(
+            f"{value} is not a power of two; use {1 << (value.bit_length() - 1)} or {1 << value.bit_length()}"
+        )
+    return value
+
+
 def _precision(value: Any) -> Any:
     spelling = "no" if value is None or value is False else str(value).lower()
     return "no" if spelling in FP32_SPELLINGS else spelling
@@ -340,6 +348,11 @@ class RunConfig(Section):
     channels_last: bool = Field(
         default=False, description="memory format of images and weights; faster for most convolution nets"
     )
+    virtual_shards: Annotated[int, Field(ge=0), BeforeValidator(_whole), AfterValidator(_power_of_two)] = Field(
+        default=0,
+        description="cut each global batch into this many parts, a power of two, and sum them in one fixed order: the "
+        "same bits on any number of processes that divides it; 0 = off",
+    )
     compile: bool = Field(default=False, description="torch.compile the network")
     sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
     init_from: str | None = Field(
@@ -377,6 +390,12 @@ class RunConfig(Section):
                 raise ValueError(f"{first} and {second} are two spellings of one thing; give one")
             if not given:
                 raise ValueError(f"give {first} or {second}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_batchnorm(self) -> Self:
+        if self.virtual_shards and self.sync_batchnorm:
+            raise ValueError("virtual_shards and sync_batchnorm are two ways to one BatchNorm; give one")
         return self
 
     @model_validator(mode="after")

@@ -141,6 +141,8 @@ Kills = Annotated[int, typer.Option("--kills", min=1, help="how often the run is
 Seed = Annotated[int, typer.Option("--seed", help="of the steps at which it is killed")]
 Nprocs = Annotated[str, typer.Option("--nproc", metavar="N,N,...", help="numbers of processes to compare")]
 Only = Annotated[FaultKind | None, typer.Option("--only", help="try faults of this kind only")]
+Turns = Annotated[str, typer.Option("--nproc", metavar="N,N,...", help="processes of one start after another")]
+Bitwise = Annotated[bool, typer.Option("--bitwise", help="by virtual shards, in the configuration's own precision")]
 HangTimeout = Annotated[
     float, typer.Option("--hang-timeout", min=1.0, help="seconds after which a step counts as hung")
 ]
@@ -150,7 +152,7 @@ HangTimeout = Annotated[
 def verify_resume(
     config: Config,
     overrides: Overrides = None,
-    nproc: Nproc = None,
+    nprocs: Turns = "1",
     kills: Kills = 4,
     seed: Seed = 0,
     runs_dir: RunsDir = RUNS,
@@ -158,17 +160,21 @@ def verify_resume(
     """Kill a run at random steps and in its saves; it must end with the bits of one that was not killed."""
     from launch.verify import commands
 
-    _exit(commands.resume(config, Options(overrides or (), nproc, runs=runs_dir), kills, seed))
+    _exit(commands.resume(config, Options(overrides or (), runs=runs_dir), nprocs, kills, seed))
 
 
 @verify.command("topology")
 def verify_topology(
-    config: Config, overrides: Overrides = None, nprocs: Nprocs = "1,2,4", runs_dir: RunsDir = RUNS
+    config: Config,
+    overrides: Overrides = None,
+    nprocs: Nprocs = "1,2,4",
+    bitwise: Bitwise = False,
+    runs_dir: RunsDir = RUNS,
 ) -> None:
     """Run it on several numbers of processes in float64: the same samples, weights and losses within 1e-10."""
     from launch.verify import commands
 
-    _exit(commands.topology(config, Options(overrides or (), runs=runs_dir), nprocs))
+    _exit(commands.topology(config, Options(overrides or (), runs=runs_dir), nprocs, bitwise=bitwise))
 
 
 @verify.command("faults")

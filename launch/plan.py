@@ -198,6 +198,9 @@ def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Map
     if own.isdigit() and int(own) > 0:
         return int(own), "OMP_NUM_THREADS of your environment"
     loaders = num_loaders(config)
+    if config.virtual_shards:  # as many on any number of processes: sums over threads have an order, too
+        note = f"{counted(topology.cores, 'core')} / {counted(config.virtual_shards, 'virtual shard')}"
+        return max(1, topology.cores // config.virtual_shards), note
     note = f"{counted(topology.cores, 'core')} / {counted(nproc, 'process')}"
     note += f" - {counted(loaders, 'loader worker')}" if loaders else ""
     return max(1, topology.cores // nproc - loaders), note

@@ -29,10 +29,14 @@ class WithSignals(nn.Module):
     def __init__(self, model: nn.Module, world_size: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.model = model
-        self.signals = nn.Parameter(torch.zeros(FIRST_RANK + world_size, dtype=dtype))
+        self.signals = nn.Parameter(no_signals(world_size, dtype))
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return self.model(images), self.signals
+
+
+def no_signals(world_size: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(FIRST_RANK + world_size, dtype=dtype)
 
 
 def signal_values(
@@ -54,6 +58,12 @@ def agreed_from(gradient: list[float]) -> Agreed:
     """Read the reduced gradient of `signals`."""
     bad = tuple(rank for rank, value in enumerate(gradient[FIRST_RANK:]) if value)
     return Agreed(gradient[_STOP] > 0, gradient[_SAVE] > 0, bad, gradient[_LOSS])
+
+
+def with_loss(signals: Tensor, loss: Tensor) -> Tensor:
+    """`signals` with the mean loss of the global batch in its place."""
+    signals[_LOSS] = loss
+    return signals
 
 
 def bad_and_loss(gradient: Tensor) -> tuple[Tensor, Tensor]:

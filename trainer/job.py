@@ -25,6 +25,7 @@ from trainer.optim import Ema
 from trainer.optimizer import Optimizer
 from trainer.runtime import RunContext
 from trainer.saving import Saver
+from trainer.shards import Shards
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, SampleLog, Tracker
@@ -66,6 +67,9 @@ class Job:
     model: nn.Module
     module: nn.Module
     signals: nn.Parameter | None
+    """What rides in DDP's all-reduce; None where there is no DDP."""
+    shards: Shards | None
+    """In place of DDP: the same bits on any number of processes."""
     optimizer: Optimizer
     ema: Ema | None
     source: Source

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from configs.beat import BACKWARD, BOUNDARY, FORWARD, UPDATE, WAITING
 from configs.errors import ConfigError
-from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values
+from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values, with_loss
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
@@ -23,7 +23,7 @@ def train(job: Job) -> bool:
     state = job.state
     if state.boundary_pending and not at_boundary(job):
         return stop_here(job)
-    if job.context.world_size > 1 and not job.is_finished():
+    if job.signals is not None and not job.is_finished():
         settle_buckets(job)
     job.module.train()
     batches = job.source.training(job.order.batches(state.epoch, state.batch_in_epoch))
@@ -71,7 +71,9 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     for index, (images, labels) in enumerate(pieces):
         if index:
             job.account.enter(FORWARD)
-        context.seed_dropout(job.config.seed, batch_number, index)
+        if job.shards is not None:
+            job.shards.begin(batch, index)
+        context.seed_dropout(job.config.seed, batch_number, *batch.parts[index])
         is_last = index == len(pieces) - 1
         with context.no_sync(job.module, when=not is_last):
             piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
@@ -80,15 +82,16 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
-                own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
-                per_loss = factor if job.guard.is_on else None
-                values = signal_values(
-                    signals, context.rank, own_loss, stop=job.stop.is_set, save=job.wants_save(), loss_factor=per_loss
-                )
+                values = own_signals(job, signals, torch.zeros_like(loss) if batch.is_dummy else loss, factor)
                 torch.autograd.backward([piece_loss, signals], [factor, values])
+        if job.shards is not None:
+            job.shards.end(batch, index, piece_loss.detach())
+    if job.shards is not None:
+        loss = reduce_shards(job, batch, loss, factor)
     assert loss is not None
     job.account.enter(UPDATE)
-    outcome = HostCopy(loss if job.signals is None else reduced_signals(job))
+    signals = reduced_signals(job)
+    outcome = HostCopy(loss if signals is None else signals)
     settle(job)
     flag = flag_bad(job, loss, batch.size) if job.guard.is_on or not outcome.is_ready else None
     on_host = None
@@ -97,10 +100,27 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
         job.agreed = agreed_by(job, found, batch.size)
         if job.agreed.bad_ranks and flag is None:
             raise bad_loss(job, job.lr())
-        on_host = found[0] if job.signals is None and flag is None else None
-    if not batch.is_dummy:
+        on_host = found[0] if signals is None and flag is None else None
+    if not batch.is_dummy and (job.shards is None or context.is_rank_zero):
         job.window.add(loss if flag is None else torch.where(flag > 0, 0.0, loss), on_host)
     update(job, batch.size, outcome, flag)
+
+
+def own_signals(job: Job, signals: Tensor, loss: Tensor, factor: Tensor | None) -> Tensor:
+    """What this rank has to tell the others with its gradients."""
+    per_loss = factor if job.guard.is_on else None
+    stop, save = job.stop.is_set, job.wants_save()
+    return signal_values(signals, job.context.rank, loss, stop=stop, save=save, loss_factor=per_loss)
+
+
+def reduce_shards(job: Job, batch: RankBatch, own_loss: Tensor | None, factor: Tensor) -> Tensor:
+    """Sum the virtual shards of all ranks; returns the loss of the whole batch."""
+    assert job.shards is not None
+    job.account.enter(WAITING)
+    own = torch.zeros_like(factor) if own_loss is None else own_loss
+    loss = job.shards.reduce(batch, own_signals(job, job.shards.signals, own, None))
+    with_loss(job.shards.signals, loss / batch.size)
+    return loss
 
 
 def number_of(job: Job, batch: RankBatch) -> int:
@@ -110,10 +130,8 @@ def number_of(job: Job, batch: RankBatch) -> int:
 
 def flag_bad(job: Job, loss: Tensor, num_samples: int) -> Tensor:
     """1 on the device if the batch is bad and must not change anything: then BatchNorm's statistics go back too."""
-    if job.signals is None:
-        bad, mean = ~loss.isfinite(), loss / num_samples
-    else:
-        bad, mean = bad_and_loss(reduced_signals(job))
+    signals = reduced_signals(job)
+    bad, mean = (~loss.isfinite(), loss / num_samples) if signals is None else bad_and_loss(signals)
     scaled = job.context.scaler is not None
     gradients = [] if scaled else [p.grad for p in job.model.parameters() if p.grad is not None]
     flag = job.guard.flag(bad, mean, gradients, job.state)
@@ -121,10 +139,11 @@ def flag_bad(job: Job, loss: Tensor, num_samples: int) -> Tensor:
     return flag
 
 
-def reduced_signals(job: Job) -> Tensor:
-    assert job.signals is not None
-    assert job.signals.grad is not None, "the backward pass reached the signals"
-    return job.signals.grad
+def reduced_signals(job: Job) -> Tensor | None:
+    """What all ranks told; None where there is one, which has the loss itself."""
+    if job.shards is not None:
+        return job.shards.signals
+    return None if job.signals is None else job.signals.grad
 
 
 def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
@@ -133,7 +152,8 @@ def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
     DDP averages over the ranks: world size / samples of the global batch is right whatever the slices are.
     """
     context = job.context
-    weight = 0.0 if batch.is_dummy else context.world_size / batch.size
+    ranks = context.world_size if job.shards is None else 1  # shards are summed
+    weight = 0.0 if batch.is_dummy else ranks / batch.size
     factor = torch.full((), weight, dtype=context.dtype, device=context.device)
     return factor if context.scaler is None else context.scaler.scale(factor)
 

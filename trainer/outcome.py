@@ -64,7 +64,7 @@ def settle_bad(job: Job, pending: Pending) -> None:
 
 def agreed_by(job: Job, values: list[float], num_samples: int) -> Agreed:
     """What an outcome says: the ranks' reduced signals, or of one process its summed loss."""
-    if job.signals is not None:
+    if job.signals is not None or job.shards is not None:
         return agreed_from(values)
     bad = () if math.isfinite(values[0]) else (0,)
     return Agreed(job.stop.is_set, job.wants_save(), bad, values[0] / num_samples)

@@ -49,7 +49,12 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
 
 def build_alone(plan: WorkerPlan, **changes: Any) -> Job:
     """The job of one process whose global batch is one rank's share, with `changes` to its config."""
-    sizes = {"global_batch_size": plan.batches.max_slice, "per_device_batch_size": None, "faults": ()}
+    sizes = {
+        "global_batch_size": plan.batches.max_slice,
+        "per_device_batch_size": None,
+        "faults": (),
+        "virtual_shards": 0,
+    }
     config = plan.config.model_copy(update=sizes | changes)
     alone = dataclasses.replace(plan, config=config, world_size=1, local_world_size=1, store=None, terminal=None)
     with tempfile.TemporaryDirectory() as folder:

@@ -161,7 +161,9 @@ def _mark_best_again(job: Job, folder: Path) -> None:
 
 def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is not as it was when the checkpoint was made, and so keeps this run from going on bit by bit."""
-    changed = [f"{key} {saved[key]} -> {now[key]}" for key in MACHINE if saved[key] != now[key]]
+    # With virtual shards the number of processes makes no difference.
+    elsewhere = [key for key in MACHINE if key != "world_size" or job.shards is None]
+    changed = [f"{key} {saved[key]} -> {now[key]}" for key in elsewhere if saved[key] != now[key]]
     torches = saved["versions"]["torch"], now["versions"]["torch"]
     if torches[0] != torches[1]:
         changed.append(f"torch {torches[0]} -> {torches[1]}")
@@ -172,7 +174,7 @@ def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[s
         # What they draw is keyed by batch and rank and so not lost, but the ranks' shares are others now.
         lines.append(f"  other random numbers from here on in {_some(layers)}")
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in persistent_buffers(job.model)))
-    if layers and saved["world_size"] != now["world_size"]:
+    if layers and saved["world_size"] != now["world_size"] and job.shards is None:
         lines.append(f"  the mean of what {counted(saved['world_size'], 'rank')} had gathered in {_some(layers)}")
     return lines
 

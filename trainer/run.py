@@ -40,6 +40,7 @@ from trainer.outcome import stop_if_weights_bad
 from trainer.rollback import roll_back
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.saving import Saver
+from trainer.shards import Shards
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, SampleLog, Tracker
 
@@ -219,6 +220,7 @@ class Run:
             world_size=context.world_size,
             max_micro_batch=batch.max_micro_batch,
             device=device if residency == "device" else torch.device("cpu"),
+            num_shards=config.virtual_shards,
         )
         source, eval_source = (
             build_source(split, residency, config.data, config.seed, data.num_classes, device, self.stop)
@@ -238,13 +240,16 @@ class Run:
         facts = self._facts(context, data, model, batch.global_batch_size)
         console = self._console(context)
         saver = self._saver(context, console)
-        module, signals = prepare(context, model, compile_it=config.compile)
+        module, signals = prepare(context, model, compile_it=config.compile, without_ddp=config.virtual_shards > 0)
         self.job = job = Job(
             config=config,
             context=context,
             model=model,
             module=module,
             signals=signals,
+            shards=Shards(model, context, config.virtual_shards, batch.max_micro_batch)
+            if config.virtual_shards
+            else None,
             optimizer=build_optimizer(model, config.optim, device),
             ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
             source=source,
@@ -328,11 +333,13 @@ def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:
             raise ConfigError(f"{what}: {values}; they must be the same on all")
 
 
-def prepare(context: RunContext, model: nn.Module, *, compile_it: bool) -> tuple[nn.Module, nn.Parameter | None]:
+def prepare(
+    context: RunContext, model: nn.Module, *, compile_it: bool, without_ddp: bool
+) -> tuple[nn.Module, nn.Parameter | None]:
     """What is called in training: the network, or DDP around it and the ranks' signals."""
     if compile_it:
         model.compile()  # in place and before DDP, so that names stay plain
-    if context.world_size == 1:
+    if context.world_size == 1 or without_ddp:
         return model, None
     wrapped = WithSignals(model, context.world_size, context.dtype).to(context.device)
     return context.prepare(wrapped), wrapped.signals

@@ -91,21 +91,41 @@ class RunContext:
         context: contextlib.AbstractContextManager[None] = self._accelerator.no_sync(model)
         return context
 
-    def seed_dropout(self, seed: int, batch: int, micro_batch: int) -> None:
-        """Key what a model draws by itself. By rank too: it cannot be keyed by sample,
+    def seed_dropout(self, seed: int, batch: int, part: int, micro_batch: int) -> None:
+        """Key what a model draws by itself. By the rank (or virtual shard) `part` too: it cannot be keyed by sample,
         so another world size differs."""
-        key = key_of(seed, batch, micro_batch, self.rank) % (1 << 63)
+        key = key_of(seed, batch, micro_batch, part) % (1 << 63)
         torch.default_generator.manual_seed(key)
         if self.device.type == "cuda":
             torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)
         elif self.device.type == "mps":
             torch.mps.manual_seed(key)
 
-    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks in place and return it."""
+    def all_reduce_sum(self, tensor: Tensor, group: Any = None) -> Tensor:
+        """Sum `tensor` over the ranks (of `group`) in place and return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=group)
         return tensor
+
+    def gather_tensors(self, tensor: Tensor) -> Tensor:
+        """Every rank's `tensor`, of the same shape on all, stacked by rank."""
+        if self.world_size == 1:
+            return tensor[None]
+        everyones = tensor.new_empty(self.world_size, *tensor.shape)
+        dist.all_gather(list(everyones), tensor)
+        return everyones
+
+    def pair_groups(self) -> list[Any]:
+        """Groups of this rank and one other: first the neighbour, then one of the neighbouring pair, and so on.
+        Summing in one after another adds a power of two of ranks in a binary tree."""
+        mine, distance = [], 1
+        while distance < self.world_size:
+            for low in range(self.world_size):
+                if not low & distance:
+                    group = dist.new_group([low, low | distance])  # each by all ranks, in the same order
+                    mine += [group] if self.rank in (low, low | distance) else []
+            distance *= 2
+        return mine
 
     def any_rank(self, flag: bool) -> bool:
         """Whether `flag` is set on any rank. Through gloo and host memory: a GPU is not waited for."""

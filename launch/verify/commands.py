@@ -10,20 +10,24 @@ from launch.options import Options, parse_nproc
 from launch.verify.faults import verify_faults
 from launch.verify.resume import verify_resume
 from launch.verify.runs import Place, a_place
-from launch.verify.topology import verify_topology
+from launch.verify.topology import verify_bits, verify_topology
 
 FLOAT64 = ("dtype=float64", "mixed_precision=no")
 
 
-def resume(config: Path, options: Options, kills: int, seed: int) -> int:
-    nproc = _number(options.nproc)
-    return _prove(config, options, (), lambda place: verify_resume(place, nproc, kills, seed))
+def resume(config: Path, options: Options, nprocs: str, kills: int, seed: int) -> int:
+    numbers = _numbers(nprocs)
+    settings = _shards(config, options, numbers) if len(set(numbers)) > 1 else ()
+    return _prove(config, options, settings, lambda place: verify_resume(place, numbers, kills, seed))
 
 
-def topology(config: Path, options: Options, nprocs: str) -> int:
-    numbers = [_number(text) for text in nprocs.split(",")]
+def topology(config: Path, options: Options, nprocs: str, *, bitwise: bool) -> int:
+    numbers = _numbers(nprocs)
     if len(numbers) < 2:
         raise ConfigError(f"--nproc {nprocs}: give two numbers of processes or more to compare, such as 1,2,4")
+    if bitwise:
+        settings = _shards(config, options, numbers)
+        return _prove(config, options, settings, lambda place: verify_bits(place, numbers))
     return _prove(config, options, FLOAT64, lambda place: verify_topology(place, numbers))
 
 
@@ -41,6 +45,19 @@ def _prove(config: Path, options: Options, settings: Sequence[str], proof: Calla
         code = proof(place)
         place.keep = code != EXIT_DONE
         return code
+
+
+def _shards(config: Path, options: Options, nprocs: Sequence[int]) -> tuple[str, ...]:
+    """The setting for equal bits on these numbers of processes, unless the user's own do: as few as divide over all."""
+    own = load_config(config, options.overrides).config.virtual_shards
+    for nproc in nprocs:
+        if nproc & (nproc - 1):
+            raise ConfigError(f"--nproc {nproc}: only powers of two have equal bits, by virtual_shards")
+    return () if own else (f"virtual_shards={max(nprocs)}",)
+
+
+def _numbers(text: str) -> list[int]:
+    return [_number(number) for number in text.split(",")]
 
 
 def _number(text: str | None) -> int:

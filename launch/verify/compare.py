@@ -6,12 +6,15 @@ from typing import Any
 
 from launch.verify.runs import Ended
 
-CLOCKS = ("wall_s", "versions", "config", "time")
+CLOCKS = ("wall_s", "versions", "config", "time", "world_size")
 """Of a checkpoint's state.json: measured, or different on purpose."""
 
 
 def bits(one: Ended, other: Ended) -> list[str]:
-    """Differences in the bits of the last checkpoint, the exported weights, the metrics and the samples."""
+    """Differences in the bits of the last checkpoint, the exported weights, the metrics and the samples.
+
+    Of two numbers of processes the files are compared that both have.
+    """
     return [*checkpoints(one, other), *exports(one, other), *metrics(one, other), *samples(one, other)]
 
 
@@ -19,7 +22,9 @@ def checkpoints(one: Ended, other: Ended) -> list[str]:
     first, second = one.checkpoint, other.checkpoint
     if first is None or second is None or first.name != second.name:
         return [f"the last checkpoint is {_name(first)} and {_name(second)}"]
-    names = sorted({path.name for folder in (first, second) for path in folder.glob("*.safetensors")})
+    sets = [{path.name for path in folder.glob("*.safetensors")} for folder in (first, second)]
+    same_ranks = one.state().get("world_size") == other.state().get("world_size")
+    names = sorted(sets[0] | sets[1] if same_ranks else sets[0] & sets[1])
     differing = [name for name in names if _digest(first / name) != _digest(second / name)]
     left, right = _comparable(one.state()), _comparable(other.state())
     keys = [key for key in left.keys() | right.keys() if left.get(key) != right.get(key)]

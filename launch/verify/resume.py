@@ -1,6 +1,8 @@
 """`verify resume`: a run that is killed again and again ends with the bits of one that was not."""
 
+import itertools
 import random
+from collections.abc import Sequence
 
 from configs.errors import EXIT_DONE, EXIT_TRAINING, TrainingError
 from launch.verify import compare
@@ -11,19 +13,24 @@ Kill = tuple[str, int, int]
 """(kind of fault, rank, step)"""
 
 
-def verify_resume(place: Place, nproc: int, kills: int, seed: int) -> int:
-    """Returns the exit code. Raises TrainingError if the run does not work without being killed."""
-    whole = place.reference(nproc)
+def verify_resume(place: Place, nprocs: Sequence[int], kills: int, seed: int) -> int:
+    """Returns the exit code. Several `nprocs` are taken in turn, from one start to the next.
+
+    Raises TrainingError if the run does not work without being killed.
+    """
+    whole = place.reference(nprocs[0])
     steps = int(whole.state()["train_state"]["step"])
-    planned = draw_kills(random.Random(seed), steps, nproc, kills)  # noqa: S311  # where to kill is no secret
+    planned = draw_kills(random.Random(seed), steps, min(nprocs), kills)  # noqa: S311  # where to kill is no secret
+    turns = itertools.cycle(nprocs)
     settings = [as_setting(planned), *place.frequent_checkpoints(steps)]
     table = Table("kill")
     for kind, rank, step in planned:
+        nproc = next(turns)
         cut = place.train("cut", *settings, nproc=nproc)
         happened = f"exit {cut.code}, newest checkpoint {'none' if cut.checkpoint is None else cut.checkpoint.name}"
         problems = cut.unlike(EXIT_TRAINING) + cut.lost()
-        table.add(Row(f"{kind} of rank {rank} at step {step}", "exit 1, nothing lost", happened, problems))
-    cut = place.train("cut", *settings, nproc=nproc)
+        table.add(Row(f"{kind} of rank {rank} of {nproc} at step {step}", "exit 1, nothing lost", happened, problems))
+    cut = place.train("cut", *settings, nproc=next(turns))
     problems = cut.unlike(EXIT_DONE) or compare.bits(whole, cut)
     happened = "another run" if problems else f"equal: {compare.describe(whole)}"
     table.add(Row(f"the end at step {steps}", "the bits of an uninterrupted run", happened, problems))

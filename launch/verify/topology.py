@@ -12,6 +12,18 @@ TOLERANCE = 1e-10
 """Of weights and losses, absolute and relative: sums are taken in another order. 1e-15 a step is usual."""
 
 
+def verify_bits(place: Place, nprocs: Sequence[int]) -> int:
+    """Returns the exit code; `place` has virtual shards. Every bit must be that of the first of `nprocs`."""
+    first = place.reference(nprocs[0])
+    table = Table("processes")
+    for nproc in nprocs[1:]:
+        other = place.train(f"on-{nproc}", nproc=nproc)
+        problems = other.unlike(EXIT_DONE) or compare.bits(first, other)
+        happened = "another run" if problems else f"0 differing bits in {compare.describe(first)}"
+        table.add(Row(f"{nproc} against {nprocs[0]}", "every bit", happened, problems))
+    return table.conclude()
+
+
 def verify_topology(place: Place, nprocs: Sequence[int]) -> int:
     """Returns the exit code; `place` has the settings of float64. The first of `nprocs` is what the others must be."""
     first = place.reference(nprocs[0])

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from configs.derive import slice_bounds, steps_per_epoch
+from configs.derive import num_pieces, slice_bounds, steps_per_epoch
 
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
@@ -76,6 +76,9 @@ class RankBatch:
     """Sample indices of each micro-batch, int64. One dummy sample where this rank has none: see `is_dummy`."""
     is_dummy: bool
     """The rank has no sample in this batch: it takes part in the collectives with weight zero."""
+    parts: list[tuple[int, int]]
+    """Of each micro-batch: the part of the global batch that it is of, a rank's or a virtual shard's, and its number
+    in that part. Keys of what a network draws by itself."""
 
 
 def cut_for_rank(ids: Tensor, rank: int, world_size: int, max_micro_batch: int) -> tuple[list[Tensor], bool]:
@@ -90,6 +93,20 @@ def cut_for_rank(ids: Tensor, rank: int, world_size: int, max_micro_batch: int) 
     return [ids[start + low : start + high] for low, high in bounds], False
 
 
+def cut_into_shards(
+    ids: Tensor, shards: range, num_shards: int, max_micro_batch: int
+) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """The micro-batches of these virtual shards; one without samples has none. Returns (micro-batches, parts)."""
+    pieces, parts = [], []
+    for shard in shards:
+        start, stop = slice_bounds(len(ids), shard, num_shards)
+        number = num_pieces(len(ids), shard, num_shards, max_micro_batch)
+        bounds = [slice_bounds(stop - start, piece, number) for piece in range(number)]
+        pieces += [ids[start + low : start + high] for low, high in bounds]
+        parts += [(shard, piece) for piece in range(number)]
+    return pieces, parts
+
+
 @dataclass(frozen=True)
 class Order:
     """The whole run's order for one rank."""
@@ -102,6 +119,7 @@ class Order:
     world_size: int
     max_micro_batch: int
     device: torch.device
+    num_shards: int = 0
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -112,6 +130,14 @@ class Order:
         permutation = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
         return permutation[index * self.global_batch_size :][: self.global_batch_size]
 
+    def _part_of(self, epoch: int, index: int, ids: Tensor) -> RankBatch:
+        if self.num_shards:
+            start, stop = slice_bounds(self.num_shards, self.rank, self.world_size)
+            pieces, parts = cut_into_shards(ids, range(start, stop), self.num_shards, self.max_micro_batch)
+            return RankBatch(epoch, index, len(ids), pieces, False, parts)
+        pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch)
+        return RankBatch(epoch, index, len(ids), pieces, is_dummy, [(self.rank, i) for i in range(len(pieces))])
+
     def batches(self, epoch: int, first: int) -> Iterator[RankBatch]:
         """Batches from position (epoch, first) on, without end. A position in the middle costs nothing to reach."""
         while True:
@@ -119,6 +145,5 @@ class Order:
             cuts = permutation.split(self.global_batch_size)
             for index in range(first, self.batches_per_epoch):
                 ids = cuts[index]
-                pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch)
-                yield RankBatch(epoch, index, len(ids), pieces, is_dummy)
+                yield self._part_of(epoch, index, ids)
             epoch, first = epoch + 1, 0
