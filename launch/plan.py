@@ -256,6 +256,8 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
         environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     if worker.device == "cuda" and worker.world_size > 1:
         environment |= {name: v for name, v in _flight_recorder(request).items() if name not in request.environ}
+    if worker.device == "cuda" and worker.config.virtual_shards:
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may sum in another order each time
     if worker.device == "cuda" and request.nodes is None:
         # It opens a port to get to know its ranks, by default to all.
         environment["NCCL_SOCKET_IFNAME"] = request.environ.get("NCCL_SOCKET_IFNAME") or "lo"

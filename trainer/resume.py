@@ -23,7 +23,7 @@ from trainer.state import TrainState
 from trainer.strangers import check_state
 
 _WINDOW = "window"
-MACHINE = ("world_size", "device", "precision", "threads_per_rank")
+MACHINE = ("world_size", "device", "gpu", "precision", "threads_per_rank")
 """Facts that a resume may change, at the price of the bits."""
 
 

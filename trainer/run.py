@@ -309,6 +309,7 @@ class Run:
             "rank_bound_layers": rank_bound_layers(model),
             "world_size": context.world_size,
             "device": self.plan.device,
+            "gpu": torch.cuda.get_device_name(context.device) if self.plan.device == "cuda" else None,
             "precision": context.precision,
             "threads_per_rank": self.plan.threads_per_rank,
             "versions": summary.versions(),

@@ -48,6 +48,8 @@ class RunContext:
         _check_device(plan.device, self.local_rank)
         if plan.device == "cpu":
             torch.set_num_threads(plan.threads_per_rank)
+        if plan.device == "cuda" and plan.config.virtual_shards:
+            _be_deterministic()
         self.precision = resolve_precision(plan.config, plan.device, has_amx=_has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
         self._patient: Any = None  # a group; torch types it as a number, too
@@ -181,6 +183,15 @@ class RunContext:
 
 def _has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())  # the only place where torch tells; also asks the kernel's leave
+
+
+def _be_deterministic() -> None:
+    """Kernels that give the same bits each time; one that cannot raises an error with its name when it is called."""
+    torch.use_deterministic_algorithms(True)
+    # For finding faults only: it costs a write of all memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's stubs lack it
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 def _check_device(device: str, local_rank: int) -> None:

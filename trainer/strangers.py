@@ -16,6 +16,7 @@ _MAX_INT = 2**53  # more steps or seconds than there will be; TensorBoard ends a
 _TYPES: dict[str, Any] = {
     "world_size": int,
     "device": str,
+    "gpu": str | None,
     "precision": str,
     "threads_per_rank": int,
     "versions": dict,

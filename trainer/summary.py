@@ -40,6 +40,11 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) ->
         f"data       {config.data.name}: {sizes}; {residency}",
         f"model      {config.model.name}: {parameters:,} parameters, {config.dtype}",
         f"batch      {batch.describe()}",
+        *(
+            [f"bits       {config.virtual_shards} virtual shards: the same on any number of processes that divides it"]
+            if config.virtual_shards
+            else []
+        ),
         *_smaller_than_wanted(job, plan, batch),
         f"steps      {job.total_steps} = {length} of {per_epoch}",
         f"optimizer  {config.optim.name}, {config.schedule.name}: lr at 0/25/50/75/100 % = {rates}",
