@@ -10,7 +10,7 @@ import sys
 from benchmarks.harness import ROOT, Row, describe_machine, header, save, table
 
 # Each is a module here with `measure(rounds: int | None) -> list[Row]`; None = its own number of rounds.
-DEFAULT = ("tutorial", "ddp", "startup", "checkpoint", "accuracy")
+DEFAULT = ("tutorial", "ddp", "startup", "checkpoint", "shards", "accuracy")
 ALL = (*DEFAULT, "gpu")
 
 

@@ -22,24 +22,30 @@ TOGETHER, ALONE = "with communication", "without"
 
 def measure(rounds: int | None = None) -> list[Row]:
     """Blocks in turn in the same two processes. A block's rate is that of both ranks together."""
-    with tempfile.TemporaryDirectory() as name:
-        ranks = [_start(Path(name), rank, rounds or ROUNDS) for rank in range(WORLD)]
-        _finish(ranks, Path(name))
-        times = [json.loads(_result(Path(name), rank).read_text(encoding="utf-8")) for rank in range(WORLD)]
-    share = STEPS * GLOBAL_BATCH / WORLD
-    rates = {
-        name: [sum(share / seconds for seconds in block) for block in zip(*(time[name] for time in times), strict=True)]
-        for name in (TOGETHER, ALONE)
-    }
+    rates = rates_of_ranks("benchmarks.ddp", rounds or ROUNDS)
     return [ratio_row("ddp/resnet", rates, TOGETHER, ALONE, "samples/s", Target(">=", 0.95))]
 
 
-def _start(folder: Path, rank: int, rounds: int) -> subprocess.Popen[bytes]:
+def rates_of_ranks(module: str, rounds: int) -> dict[str, list[float]]:
+    """Samples/s of both ranks together in each block of each variant; `python -m MODULE FOLDER RANK ROUNDS` is a rank,
+    which leaves the seconds of its blocks by variant."""
+    with tempfile.TemporaryDirectory() as name:
+        ranks = [_start(module, Path(name), rank, rounds) for rank in range(WORLD)]
+        _finish(ranks, Path(name))
+        times = [json.loads(result_of(Path(name), rank).read_text(encoding="utf-8")) for rank in range(WORLD)]
+    share = STEPS * GLOBAL_BATCH / WORLD
+    return {
+        name: [sum(share / seconds for seconds in block) for block in zip(*(time[name] for time in times), strict=True)]
+        for name in times[0]
+    }
+
+
+def _start(module: str, folder: Path, rank: int, rounds: int) -> subprocess.Popen[bytes]:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "LOCAL_WORLD_SIZE": WORLD}
     environment |= {"OMP_NUM_THREADS": 1, "GLOO_SOCKET_IFNAME": "lo"}
     with _log(folder, rank).open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.ddp", str(folder), str(rank), str(rounds)],
+            [sys.executable, "-m", module, str(folder), str(rank), str(rounds)],
             cwd=ROOT,
             env=os.environ | {key: str(value) for key, value in environment.items()},
             stdout=log,
@@ -66,7 +72,7 @@ def _log(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.log"
 
 
-def _result(folder: Path, rank: int) -> Path:
+def result_of(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
 
 
@@ -86,7 +92,7 @@ def measure_rank(folder: Path, rank: int, rounds: int) -> None:
     }
     for variant in variants.values():
         variant()
-    _result(folder, rank).write_text(json.dumps(in_turn(variants, rounds)), encoding="utf-8")
+    result_of(folder, rank).write_text(json.dumps(in_turn(variants, rounds)), encoding="utf-8")
     job.context.close()
 
 

@@ -30,14 +30,16 @@ def tutorial_config(*overrides: str) -> RunConfig:
     return load_config(ROOT / "configs/tutorial.yaml", [f"data.root={ROOT / 'data'}", *overrides]).config
 
 
-def build_job(config: RunConfig, folder: Path, **plan: Any) -> Job:
-    """The worker's job, with its tracker writing to `folder`; by default for one process with one thread on the CPU."""
+def build_job(config: RunConfig, folder: Path, context: RunContext | None = None, **plan: Any) -> Job:
+    """The worker's job, with its tracker writing to `folder`; by default for one process with one thread on the CPU.
+    A second one in the same process takes the `context` of the first."""
     fields = {"launcher": "direct", "device": "cpu", "world_size": 1, "local_world_size": 1, "threads_per_rank": 1}
     worker = WorkerPlan(mode="train", config=config, **(fields | plan))
     prepare_data(config.data)
     run = Run(worker, RunDir(folder), AttemptDir(folder), StopFlag())
-    job, _ = run.build(RunContext(worker))
+    job, _ = run.build(context or RunContext(worker))
     if job.context.is_rank_zero:
+        folder.mkdir(exist_ok=True)
         job.tracker = Tracker(run.run_dir, 0)
     job.module.train()
     return job

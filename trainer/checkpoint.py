@@ -223,7 +223,9 @@ def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ..
         if name in summed:
             merged[name] = stacked.sum(0) if rank == 0 else torch.zeros_like(first)
         else:
-            merged[name] = stacked.mean(0) if first.is_floating_point() else first
+            # The mean of equal values may be off by a bit.
+            differs = first.is_floating_point() and bool((stacked != first).any())
+            merged[name] = stacked.mean(0) if differs else first
     return merged
 
 

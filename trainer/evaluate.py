@@ -51,6 +51,8 @@ class Evaluator:
     config: EvalConfig
     num_classes: int
     channels_last: bool
+    has_own_statistics: bool = True
+    """Whether running statistics differ between ranks, so that their mean is what is evaluated."""
 
     def evaluate(
         self,
@@ -63,7 +65,7 @@ class Evaluator:
 
         With `stop` the ranks agree between turns whether to go on; None is returned if not. `alive` is called in each.
         """
-        load_averaged(self.model, weights, context)
+        load_averaged(self.model, weights, context, averages=self.has_own_statistics)
         copy_other_buffers(self.trained, self.model, context)
         batches = self._batches()
         mine = self._share_of(context, len(batches))
@@ -130,13 +132,13 @@ def _told_if_out_of_memory(batch_size: int) -> Iterator[None]:
 
 
 @torch.no_grad()
-def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunContext) -> None:
-    """Copy `weights` into `model`, its
-    floating buffers averaged over the ranks (parameters are equal on all of them)."""
+def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunContext, *, averages: bool = True) -> None:
+    """Copy `weights` into `model`, its floating buffers averaged over the ranks where they differ, as parameters do not.
+    The mean of equal values may be off by a bit."""
     parameters = dict(model.named_parameters())
     for name, target in averaged_tensors(model).items():
         target.copy_(weights[name])
-        if name not in parameters and context.world_size > 1:
+        if averages and name not in parameters and context.world_size > 1:
             context.all_reduce_sum(target).div_(context.world_size)
 
 

@@ -236,6 +236,7 @@ class Run:
             config=config.eval,
             num_classes=data.num_classes,
             channels_last=config.channels_last,
+            has_own_statistics=config.virtual_shards == 0,
         )
         facts = self._facts(context, data, model, batch.global_batch_size)
         console = self._console(context)

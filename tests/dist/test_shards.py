@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from configs.schema import RunConfig
+from tests import splitmix
+from tests.dist import toys
 from tests.dist.harness import Attempt, finished, run, tiny_config
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
@@ -55,6 +57,44 @@ def test_bits_do_not_depend_on_the_number_of_processes(tmp_path: Path, case: str
     assert alone.checkpoint().state["train_state"]["step"] >= 6
     for world_size in (2, 4):
         assert_same_bits(alone, finished(tmp_path / str(world_size), config, world_size, RAGGED))
+
+
+def test_eight_processes(tmp_path: Path) -> None:
+    config = config_of("batchnorm", virtual_shards=8, global_batch_size=16)
+    assert_same_bits(finished(tmp_path / "1", config, 1), finished(tmp_path / "8", config, 8))
+
+
+def test_another_number_of_shards_is_another_run(tmp_path: Path) -> None:
+    """So that equal bits are no accident of a network too small to tell."""
+    two, four = (finished(tmp_path / str(n), config_of("batchnorm", virtual_shards=n)) for n in (2, 4))
+    assert not all(torch.equal(tensor, four.weights()[name]) for name, tensor in two.weights().items())
+
+
+def test_norms_and_losses_are_those_of_the_ordinary_step(tmp_path: Path) -> None:
+    """In float64, where only rounding is left to differ."""
+    double: dict[str, Any] = {"dtype": "float64", "log__every_steps": 1}
+    plain = finished(tmp_path / "plain", tiny_config(global_batch_size=8, **double), 1, RAGGED)
+    sharded = finished(tmp_path / "sharded", config_of("mlp", **double), 2, RAGGED)
+    for name in ("train/loss", "optim/grad_norm", "eval/loss"):
+        assert sharded.metric(name) == [(step, pytest.approx(value, rel=1e-12)) for step, value in plain.metric(name)]
+
+
+def test_running_statistics_take_in_the_shards_in_their_order(tmp_path: Path) -> None:
+    """One step by hand: momentum 0.1, the unbiased variance of each shard of two samples in turn."""
+    config = config_of("batchnorm", max_epochs=1, ema__half_life_samples=None)
+    attempt = finished(tmp_path, config, 2, {"TRAIN_SIZE": "8"})
+    torch.manual_seed(config.seed)
+    model = toys.WithBatchNorm(4)
+    images = toys.Images(8, 1).images[torch.tensor(splitmix.permutation(8, 0, 0))].float() / 255
+    mean, var = torch.zeros(4), torch.ones(4)
+    for shard in images.split(2):
+        seen = model.features[0](shard).detach()
+        mean = 0.9 * mean + 0.1 * seen.mean((0, 2, 3))
+        var = 0.9 * var + 0.1 * seen.transpose(0, 1).flatten(1).var(1)
+    own = attempt.checkpoint().ranks[0]
+    torch.testing.assert_close(own["buffer/features.1.running_mean"], mean)
+    torch.testing.assert_close(own["buffer/features.1.running_var"], var)
+    assert int(own["buffer/features.1.num_batches_tracked"]) == 4
 
 
 @pytest.mark.parametrize("case", ["batchnorm", "dropout", "adamw, clipped", "fp16"])

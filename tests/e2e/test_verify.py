@@ -13,7 +13,7 @@ def test_a_killed_run_is_proved_equal_with_dropout_too(here: Place) -> None:
     model = ("model.name=tests.dist.toys:WithDropout", "model.args={}")
     proof = here.run("verify", "resume", "tiny.yaml", "max_epochs=1", *model, "--kills", "2", "--nproc", "2")
     assert proof.lines[-1] == "3 of 3 hold"
-    assert len(re.findall(r"^ok: sigkill\w* of rank [01] at step \d: exit 1", proof.output, re.MULTILINE)) == 2
+    assert len(re.findall(r"^ok: sigkill\w* of rank [01] of 2 at step \d: exit 1", proof.output, re.MULTILINE)) == 2
     assert "equal: model, optimizer, rank_0, rank_1; 9 points of metrics; the samples of 8 batches" in proof.output
     assert list((here.folder / "runs").iterdir()) == []
     assert here.living() == []
@@ -38,6 +38,17 @@ def test_topology_holds_without_and_fails_with_batchnorm(here: Place) -> None:
         in failed.output
     )
     assert "samples of batch" not in failed.output
+
+
+def test_equal_bits_on_any_number_of_processes(here: Place) -> None:
+    """BatchNorm and dropout, with the cores' own number of threads."""
+    model = ("model.name=tests.e2e.toys:Held", "model.args={}", "max_epochs=1", "launch.num_threads=null")
+    proof = here.run("verify", "topology", "tiny.yaml", *model, "--nproc", "1,2,4", "--bitwise")
+    assert proof.output.count("0 differing bits in model, optimizer, rank_0; 9 points of metrics") == 4
+    chained = here.run("verify", "resume", "tiny.yaml", *model, "--nproc", "4,1,2", "--kills", "2")
+    assert chained.lines[-1] == "3 of 3 hold"
+    (line,) = here.run("verify", "topology", "tiny.yaml", "--nproc", "1,3", "--bitwise", code=2).lines
+    assert "--nproc 3: only powers of two have equal bits" in line
 
 
 def test_faults_of_one_kind(here: Place) -> None:

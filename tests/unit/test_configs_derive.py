@@ -208,3 +208,13 @@ def test_rates_stay_between_zero_and_the_peak_past_the_end_too(name: str, warmup
 )
 def test_what_auto_precision_means(fields: dict[str, Any], device: str, has_amx: bool, precision: str) -> None:
     assert resolve_precision(config(**fields), device, has_amx=has_amx) == precision
+
+
+def test_shards_divide_over_the_processes_and_all_have_samples() -> None:
+    plan = plan_batches(config(virtual_shards=4, global_batch_size=10, max_per_device_batch_size=2), 2)
+    # Shards of 2, 3, 2 and 3 samples; those of 3 are two micro-batches.
+    assert (plan.max_slice, plan.max_micro_batch, plan.gradient_accumulation_steps) == (5, 2, 4)
+    with pytest.raises(ConfigError, match="virtual_shards=4 does not divide over 3 processes; use one of 1, 2, 4 proc"):
+        plan_batches(config(virtual_shards=4, global_batch_size=12), 3)
+    with pytest.raises(ConfigError, match="global_batch_size=2 is smaller than virtual_shards=4"):
+        plan_batches(config(virtual_shards=4, global_batch_size=2), 1)

@@ -149,3 +149,9 @@ def test_the_reference_page_is_what_the_schema_says() -> None:
 def test_every_knob_is_explained() -> None:
     unexplained = [key for key, section in KNOBS.items() if not section.model_fields[key.split(".")[-1]].description]
     assert unexplained == []
+
+
+def test_virtual_shards_are_a_power_of_two_and_no_sync_batchnorm() -> None:
+    refused("6 is not a power of two; use 4 or 8", virtual_shards=6)
+    refused("virtual_shards and sync_batchnorm", virtual_shards=2, sync_batchnorm=True)
+    assert [config(virtual_shards=number).virtual_shards for number in (0, 1, 2, 64)] == [0, 1, 2, 64]
