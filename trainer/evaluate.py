@@ -133,8 +133,8 @@ def _told_if_out_of_memory(batch_size: int) -> Iterator[None]:
 
 @torch.no_grad()
 def load_averaged(model: nn.Module, weights: dict[str, Tensor], context: RunContext, *, averages: bool = True) -> None:
-    """Copy `weights` into `model`, its floating buffers averaged over the ranks where they differ, as parameters do not.
-    The mean of equal values may be off by a bit."""
+    """Copy `weights` into `model`; parameters are equal on all ranks, and floating buffers are averaged over them if
+    they differ. The mean of equal values may be off by a bit."""
     parameters = dict(model.named_parameters())
     for name, target in averaged_tensors(model).items():
         target.copy_(weights[name])
