@@ -13,6 +13,7 @@ from configs.loader import load_config
 from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
 from trainer.boundary import at_boundary
+from trainer.build import build
 from trainer.job import Job
 from trainer.loop import take_step
 from trainer.prepare import prepare_data
@@ -37,7 +38,7 @@ def build_job(config: RunConfig, folder: Path, context: RunContext | None = None
     worker = WorkerPlan(mode="train", config=config, **(fields | plan))
     prepare_data(config.data)
     run = Run(worker, RunDir(folder), AttemptDir(folder), StopFlag())
-    job, _ = run.build(context or RunContext(worker))
+    job, _ = build(run, context or RunContext(worker))
     if job.context.is_rank_zero:
         folder.mkdir(exist_ok=True)
         job.tracker = Tracker(run.run_dir, 0)

@@ -12,6 +12,7 @@ import torch
 
 from configs.contract import WorkerPlan
 from configs.run_dir import AttemptDir, RunDir
+from trainer.build import build
 from trainer.job import Job
 from trainer.loop import train_step
 from trainer.outcome import settle
@@ -59,7 +60,7 @@ def build_alone(plan: WorkerPlan, **changes: Any) -> Job:
     alone = dataclasses.replace(plan, config=config, world_size=1, local_world_size=1, store=None, terminal=None)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(alone, RunDir(Path(folder)), AttemptDir(Path(folder)), StopFlag())
-        job, _ = run.build(RunContext(alone))
+        job, _ = build(run, RunContext(alone))
     return job
 
 

@@ -1,0 +1,201 @@
+"""The one place that builds everything, in order. Reads like a recipe."""
+
+import copy
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from configs.beat import BOUNDARY, SAVING
+from configs.errors import ConfigError
+from configs.schema import LossConfig
+from trainer import checkpoint, resume, summary
+from trainer.agreement import WithSignals
+from trainer.console import Console
+from trainer.data.augment import Preprocess
+from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
+from trainer.data.order import Order
+from trainer.data.source import build_source, check_loaders, choose_residency, materialise
+from trainer.evaluate import Evaluator
+from trainer.faults import Faults
+from trainer.guard import Guard
+from trainer.job import Job
+from trainer.losses import LOSSES
+from trainer.metrics import LossWindow
+from trainer.models import build_model, rank_bound_layers
+from trainer.optim import Ema, build_optimizer
+from trainer.outcome import stop_if_weights_bad
+from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.saving import Saver
+from trainer.shards import Shards
+from trainer.tracking import NullTracker, SampleLog
+
+if TYPE_CHECKING:
+    from trainer.run import Run
+
+
+def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
+    """Everything from the data to the job, nothing restored.
+    Returns (job, plan screen)."""
+    config, device = run.plan.config, context.device
+    check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
+    batch = run.plan.batches
+    data = context.together(lambda: load_data(config.data))
+    run.account.beat()
+    shape = image_shape(data)
+    sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
+    check_same(context, sizes, "the ranks see different data sets")
+    model = context.together(lambda: _model(run, context, data, shape))
+    run.account.beat()
+    splits: tuple[MapStyle, MapStyle] = (data.train, data.evaluation)
+    if config.data.residency == "device":
+        fetch = partial(materialise, seed=config.seed, num_classes=data.num_classes, alive=run.account.beat)
+        splits = context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
+    residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
+    ranks, micro_batch = (context.local_world_size, context.world_size), batch.max_micro_batch
+    notes = context.together(lambda: check_loaders(config, splits, micro_batch, ranks, streams=residency == "stream"))
+    order = Order(
+        num_samples=len(data.train),
+        seed=config.seed,
+        global_batch_size=batch.global_batch_size,
+        drop_last=config.drop_last,
+        rank=context.rank,
+        world_size=context.world_size,
+        max_micro_batch=batch.max_micro_batch,
+        device=device if residency == "device" else torch.device("cpu"),
+        num_shards=config.virtual_shards,
+    )
+    source, eval_source = (
+        build_source(split, residency, config.data, config.seed, data.num_classes, device, run.stop) for split in splits
+    )
+    preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
+    evaluator = Evaluator(
+        model=copy.deepcopy(model).requires_grad_(False).eval(),
+        trained=model,
+        source=eval_source,
+        preprocess=preprocess,
+        loss_sum=partial(LOSSES[config.loss.name], LossConfig()),
+        config=config.eval,
+        num_classes=data.num_classes,
+        channels_last=config.channels_last,
+        has_own_statistics=config.virtual_shards == 0,
+    )
+    facts = _facts(run, context, data, model, batch.global_batch_size)
+    console = _console(run, context)
+    saver = _saver(run, context, console)
+    module, signals = prepare(context, model, compile_it=config.compile, without_ddp=config.virtual_shards > 0)
+    run.job = job = Job(
+        config=config,
+        context=context,
+        model=model,
+        module=module,
+        signals=signals,
+        shards=Shards(model, context, config.virtual_shards, batch.max_micro_batch) if config.virtual_shards else None,
+        optimizer=build_optimizer(model, config.optim, device),
+        ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
+        source=source,
+        order=order,
+        preprocess=preprocess,
+        image_shape=shape,
+        loss_sum=partial(LOSSES[config.loss.name], config.loss),
+        evaluator=evaluator,
+        tracker=NullTracker(),
+        console=console,
+        stop=run.stop,
+        account=run.account,
+        save=save,
+        saver=saver,
+        facts=facts,
+        samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
+        faults=Faults(config.faults, context.rank, run.attempt.path.name, run.run_dir.checkpoints, saver.land)
+        if config.faults
+        else None,
+        window=LossWindow(context),
+        guard=Guard(config, model, run.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
+    )
+    return job, summary.plan_screen(job, run.plan, batch, reason) + notes
+
+
+def _console(run: "Run", context: RunContext) -> Console:
+    every_s = run.plan.config.log.console_every_s
+    return Console(active=context.is_rank_zero, terminal=run.plan.terminal, every_s=every_s)
+
+
+def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
+    config, folder = run.plan.config, run.run_dir.checkpoints
+    return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
+
+
+def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> nn.Module:
+    config = run.plan.config
+    model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
+    if config.sync_batchnorm and context.world_size > 1:
+        check_sync_batchnorm(config, len(data.train), context)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if config.init_from is not None and not checkpoint.step_folders(run.run_dir.checkpoints):
+        resume.load_weights(model, config.init_from)
+    if config.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return model.to(context.device)
+
+
+def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, global_batch_size: int) -> dict[str, Any]:
+    """What a checkpoint says of its run; resume.py compares some of it."""
+    return {
+        "config": run.plan.config.model_dump(mode="json"),
+        "classes": None if data.classes is None else list(data.classes),
+        "num_classes": data.num_classes,
+        "num_train": len(data.train),
+        "num_eval": len(data.evaluation),
+        "global_batch_size": global_batch_size,
+        "drop_last": run.plan.config.drop_last,
+        "dtype": run.plan.config.dtype,
+        "optimizer": run.plan.config.optim.name,
+        "rank_bound_layers": rank_bound_layers(model),
+        "world_size": context.world_size,
+        "device": run.plan.device,
+        "gpu": torch.cuda.get_device_name(context.device) if run.plan.device == "cuda" else None,
+        "precision": context.precision,
+        "threads_per_rank": run.plan.threads_per_rank,
+        "versions": summary.versions(),
+    }
+
+
+def save(job: Job, is_best: bool) -> None:
+    """Have a checkpoint written; waits for the one before. Called by all ranks."""
+    job.account.enter(SAVING)
+    job.saver.settle()
+    stop_if_weights_bad(job)
+    job.tracker.flush()
+    job.saver.save(resume.snapshot(job), is_best=is_best, before=job.tracker.sync)
+    job.account.enter(BOUNDARY)
+
+
+def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:
+    """Raise ConfigError on all ranks, saying `what`, if theirs differ from rank 0's."""
+    everyones = context.gather_objects(mine)
+    for rank, theirs in enumerate(everyones):
+        changed = [key for key in theirs if theirs[key] != everyones[0][key]]
+        if changed:
+            values = ", ".join(f"{key}: {everyones[0][key]} on rank 0, {theirs[key]} on rank {rank}" for key in changed)
+            raise ConfigError(f"{what}: {values}; they must be the same on all")
+
+
+def prepare(
+    context: RunContext, model: nn.Module, *, compile_it: bool, without_ddp: bool
+) -> tuple[nn.Module, nn.Parameter | None]:
+    """What is called in training: the network, or DDP around it and the ranks' signals."""
+    if compile_it:
+        model.compile()  # in place and before DDP, so that names stay plain
+    if context.world_size == 1 or without_ddp:
+        return model, None
+    wrapped = WithSignals(model, context.world_size, context.dtype).to(context.device)
+    return context.prepare(wrapped), wrapped.signals
+
+
+def image_shape(data: Data) -> tuple[int, int, int]:
+    """(channels, height, width) of the training images."""
+    image = data.train.images[0] if isinstance(data.train, TensorSplit) else as_image_tensor(data.train[0][0])
+    channels, height, width = image.shape
+    return channels, height, width
