@@ -40,7 +40,7 @@ def no_signals(world_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def signal_values(
-    signals: Tensor, rank: int, loss: Tensor, *, stop: bool, save: bool, loss_factor: Tensor | None = None
+    signals: Tensor, rank: int, loss: Tensor, *, stop: bool, save: bool, loss_factor: float | None = None
 ) -> Tensor:
     """This rank's values, to be given to the backward pass as the gradient of `signals`. No host sync.
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from configs.errors import EnvironmentProblem, TrainingError
+from configs.errors import TrainingError
 from configs.schema import EvalConfig
 from trainer.data.augment import Preprocess
 from trainer.data.source import Source
-from trainer.memory import is_out_of_memory
+from trainer.memory import told_if_out_of_memory
 from trainer.optim import averaged_tensors
 from trainer.runtime import RunContext
 from trainer.stop import StopFlag
@@ -74,7 +74,8 @@ class Evaluator:
         # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
         loaded = self.source.evaluation([batches[i] for i in mine])
-        with _told_if_out_of_memory(self.config.batch_size), torch.inference_mode():
+        fix = f"use an eval.batch_size below {self.config.batch_size}"
+        with told_if_out_of_memory("in evaluation", fix), torch.inference_mode():
             for turn in range(self._num_turns(context, len(batches))):
                 alive()
                 if turn < len(mine):
@@ -116,19 +117,6 @@ class Evaluator:
         return self.loss_sum(logits, labels), torch.stack(
             [ranked[:, 0].sum(), ranked.sum(), torch.tensor(len(labels), device=labels.device)]
         )
-
-
-@contextlib.contextmanager
-def _told_if_out_of_memory(batch_size: int) -> Iterator[None]:
-    """Smaller micro-batches in training, which is what a restart would try, do not help here."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        raise EnvironmentProblem(
-            f"out of memory in evaluation: {error}; use an eval.batch_size below {batch_size}"
-        ) from error
 
 
 @torch.no_grad()

@@ -77,7 +77,9 @@ def _slow(fault: FaultConfig, _checkpoints: Path) -> None:
 
 def _corrupt_checkpoint(_fault: FaultConfig, checkpoints: Path) -> None:
     """Flip one byte in the middle of the newest checkpoint's largest file, then die: the next start must notice."""
-    newest = step_folders(checkpoints)[-1]
+    newest = next(reversed(step_folders(checkpoints)), None)
+    if newest is None:
+        raise RuntimeError("corrupt_checkpoint was injected before there was one")
     largest = max(newest.iterdir(), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
         file.seek(largest.stat().st_size // 2)

@@ -12,6 +12,7 @@ from configs.errors import TrainingError
 from configs.schema import RunConfig
 from trainer.agreement import Agreed
 from trainer.data.order import Order
+from trainer.disk import in_one_sentence
 from trainer.state import TrainState
 
 
@@ -44,11 +45,11 @@ class Guard:
             buffer.copy_(torch.where(flag > 0, before, buffer))
 
     def flag(self, bad_loss: Tensor, mean_loss: Tensor, gradients: list[Tensor], state: TrainState) -> Tensor:
-        """Float scalar on the device: 1 for a bad batch. `gradients` are empty where the fp16 scaler looks at them."""
+        """Float scalar on the device: 1 for a bad batch. `gradients` are those to look at, if any."""
         bad = bad_loss
         if (limit := self.spike_limit(state)) < math.inf:
             bad = bad | (mean_loss > limit)
-        if gradients and self.policy != "stop":
+        if gradients:
             bad = bad | ~torch.stack(torch._foreach_norm(gradients)).sum().isfinite()
         return bad.float()
 
@@ -97,7 +98,7 @@ class Guard:
         epoch, index = divmod(batch, order.batches_per_epoch)
         facts = {"what": what, "batch": batch, "epoch": epoch, "batch_in_epoch": index, "step": state.step}
         line = json.dumps(facts | {"reason": reason, "sample_ids": order.global_batch(epoch, index).tolist()}) + "\n"
-        with open(self._log, "a+", encoding="utf-8") as file:
+        with in_one_sentence("write", self._log), open(self._log, "a+", encoding="utf-8") as file:
             file.seek(0)
             if line not in file:
                 file.write(line)

@@ -53,7 +53,7 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
         return
     job.account.enter(FORWARD)
     if job.faults is not None:
-        pieces = job.faults.strike(job.state.step, pieces)
+        pieces = job.faults.strike(job.state.step + (job.pending is not None), pieces)
     if job.samples is not None:
         job.samples.write(number_of(job, batch), [] if batch.is_dummy else batch.pieces)
     train_step(job, batch, pieces)
@@ -82,7 +82,8 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
-                values = own_signals(job, signals, torch.zeros_like(loss) if batch.is_dummy else loss, factor)
+                own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
+                values = own_signals(job, signals, own_loss, context.world_size / batch.size)
                 torch.autograd.backward([piece_loss, signals], [factor, values])
         if job.shards is not None:
             job.shards.end(batch, index, piece_loss.detach())
@@ -106,9 +107,10 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     update(job, batch.size, outcome, flag)
 
 
-def own_signals(job: Job, signals: Tensor, loss: Tensor, factor: Tensor | None) -> Tensor:
-    """What this rank has to tell the others with its gradients."""
-    per_loss = factor if job.guard.is_on else None
+def own_signals(job: Job, signals: Tensor, loss: Tensor, loss_factor: float | None) -> Tensor:
+    """What this rank has to tell the others with its gradients. `loss_factor` is without fp16's scale, which nobody
+    takes from the signals."""
+    per_loss = loss_factor if job.guard.is_on else None
     stop, save = job.stop.is_set, job.wants_save()
     return signal_values(signals, job.context.rank, loss, stop=stop, save=save, loss_factor=per_loss)
 
@@ -132,8 +134,8 @@ def flag_bad(job: Job, loss: Tensor, num_samples: int) -> Tensor:
     """1 on the device if the batch is bad and must not change anything: then BatchNorm's statistics go back too."""
     signals = reduced_signals(job)
     bad, mean = (~loss.isfinite(), loss / num_samples) if signals is None else bad_and_loss(signals)
-    scaled = job.context.scaler is not None
-    gradients = [] if scaled else [p.grad for p in job.model.parameters() if p.grad is not None]
+    looks_at_gradients = job.guard.policy != "stop" and job.context.scaler is None
+    gradients = [p.grad for p in job.parameters if p.grad is not None] if looks_at_gradients else []
     flag = job.guard.flag(bad, mean, gradients, job.state)
     job.guard.restore(flag)
     return flag

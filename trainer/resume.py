@@ -17,6 +17,7 @@ from trainer.account import that_counts
 from trainer.checkpoint import Loaded, Snapshot
 from trainer.disk import in_one_sentence
 from trainer.job import Job
+from trainer.memory import told_if_out_of_memory
 from trainer.models import random_layers
 from trainer.optim import persistent_buffers
 from trainer.state import TrainState
@@ -72,7 +73,7 @@ def restore(job: Job, loaded: Loaded, path: Path) -> None:
         job.context.scaler.load_state_dict(loaded.state["scaler"])
     job.state = TrainState(**loaded.state["train_state"])
     job.wall_s_before = loaded.state["wall_s"]
-    job.time_before = loaded.state.get("time", {})
+    job.time_before = loaded.state["time"]
     job.clock.samples = job.state.samples_seen
     if loaded.state["grad_norm"] is not None:
         job.grad_norm = torch.tensor(loaded.state["grad_norm"], dtype=torch.float64)
@@ -110,7 +111,10 @@ def _optimizer_tensors(job: Job) -> dict[str, Tensor]:
 
 
 def _load_optimizer(job: Job, tensors: dict[str, Tensor]) -> None:
-    """What the checkpoint lacks, such as a momentum that is new, stays zero."""
+    """What the checkpoint lacks, such as a momentum that is new, is zero."""
+    for state in job.optimizer.state.values():
+        for tensor in state.values():
+            tensor.zero_()
     parameters = dict(job.model.named_parameters())
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
@@ -193,9 +197,10 @@ def needed_space(job: Job) -> tuple[int, int]:
 
 def _restore_from(job: Job, path: Path) -> Loaded:
     try:
-        loaded = checkpoint.load(path)
-        check_state(loaded.state, path)
-        restore(job, loaded, path)
+        with told_if_out_of_memory(f"while {path} was read", "it takes host memory for all that was saved"):
+            loaded = checkpoint.load(path)
+            check_state(loaded.state, path)
+            restore(job, loaded, path)
     except (LockstepError, MemoryError):
         raise
     except Exception as error:  # its hashes are right, and still it is not what a run writes

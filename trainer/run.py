@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.beat import EVALUATION, FINISHING
+from configs.beat import EVALUATION, FINISHING, SAVING
 from configs.contract import WorkerPlan, write_atomically
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
 from trainer import checkpoint, disk, resume, summary
@@ -104,6 +104,7 @@ class Run:
                 if job.context.is_rank_zero:
                     job.tracker.close()
                     job.tracker = self._tracker(job)
+        self.account.enter(SAVING)
         job.saver.settle()
         if not is_finished:
             return False, None

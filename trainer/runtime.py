@@ -177,7 +177,7 @@ class RunContext:
     def close(self) -> None:
         """Leave the group, once every rank is there: rank 0 may host the store."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self._patient)
             dist.destroy_process_group()
 
 

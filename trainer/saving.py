@@ -21,6 +21,7 @@ from configs.run_dir import step_name
 from configs.schema import LaunchConfig
 from trainer.checkpoint import ASIDE, FORMAT, PART, STATE, Facts, Snapshot, Tensors, publish, rank_file, tidy
 from trainer.disk import in_one_sentence, remove, sha256, sync, write_tensors, write_text
+from trainer.memory import told_if_out_of_memory
 from trainer.peers import PeerError
 from trainer.runtime import RunContext
 from trainer.stop import grace_note
@@ -105,7 +106,9 @@ class Saver:
         Rank 0's writer calls `before` just before it publishes."""
         assert self._flight is None, "the save before is not settled"
         final = self._folder / step_name(snapshot.step)
-        flight = _Flight(self._copied(snapshot), final, is_best, before, _mark())
+        with told_if_out_of_memory("for the copy of a checkpoint", "it takes host memory for all that is saved"):
+            copy = self._copied(snapshot)
+        flight = _Flight(copy, final, is_best, before, _mark())
         flight.thread = threading.Thread(target=self._write, args=(flight,), name=THREAD, daemon=True)
         flight.thread.start()
         self._flight = flight

@@ -1,6 +1,7 @@
 """A checkpoint may come from a stranger, who can make its hashes right. At worst it is an error: no file outside of its
 folder is read or written, nothing is taken for what it is not, and nothing is allocated on its word alone."""
 
+import math
 import re
 import stat
 import types
@@ -19,7 +20,9 @@ _TYPES: dict[str, Any] = {
     "gpu": str | None,
     "precision": str,
     "threads_per_rank": int,
-    "versions": dict,
+    "versions": dict[str, str],
+    "versions.torch": str,
+    "time": dict[str, float],
     "wall_s": float,
     "grad_norm": float | None,
     "scaler": dict | None,
@@ -47,7 +50,10 @@ def is_plain_name(name: str) -> bool:
 
 def check_state(state: dict[str, Any], path: Path) -> None:
     """Raise CheckpointError if state.json holds something that the trainer did not write."""
-    found = {f"{name}": state.get(name) for name in _TYPES}
+    found = {name: state.get(name) for name in _TYPES}
+    if isinstance(found["grad_norm"], float):
+        found["grad_norm"] = 0.0  # that of an fp16 overflow is infinite
+    found["versions.torch"] = found["versions"].get("torch") if isinstance(found["versions"], dict) else None
     wanted = dict(_TYPES)
     train_state = found["train_state"] if isinstance(found["train_state"], dict) else {}
     hints = get_type_hints(TrainState)
@@ -57,7 +63,13 @@ def check_state(state: dict[str, Any], path: Path) -> None:
         if name not in wanted or not _is_a(value, wanted[name]):
             raise CheckpointError(f"{path}: state.json has {name}: {value!r:.60}, which no run has written")
     batch, step, skipped = (train_state.get(name, 0) for name in ("batch", "step", "skipped"))
-    if batch != step + skipped or state["world_size"] < 1:
+    counters = (
+        batch,
+        step,
+        skipped,
+        *(train_state.get(name, 0) for name in ("epoch", "batch_in_epoch", "samples_seen")),
+    )
+    if batch != step + skipped or min(counters) < 0 or state["world_size"] < 1:
         raise CheckpointError(f"{path}: state.json counts {batch} batches, {step} steps and {skipped} skipped ones")
 
 
@@ -65,8 +77,12 @@ def _is_a(value: Any, kind: Any) -> bool:
     """Whether a JSON value is of this type; a whole number is a float too. Other types than JSON's are not judged."""
     if get_origin(kind) in (Union, types.UnionType):
         return any(_is_a(value, one) for one in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_a(one, get_args(kind)[0]) for one in value)
+    if get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_is_a(one, get_args(kind)[1]) for one in value.values())
     if kind is int:
         return type(value) is int and abs(value) < _MAX_INT
     if kind is float:
-        return type(value) is float or _is_a(value, int)
+        return (type(value) is float and math.isfinite(value)) or _is_a(value, int)
     return not isinstance(kind, type) or isinstance(value, kind)

@@ -33,8 +33,9 @@ class Tracker:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One point: the value of each metric after `step` completed updates."""
-        self._lines.write(json.dumps({"step": step} | as_json(metrics)) + "\n")
-        self._lines.flush()
+        with in_one_sentence("write", self._run_dir.metrics):
+            self._lines.write(json.dumps({"step": step} | as_json(metrics)) + "\n")
+            self._lines.flush()
         self.show(step, metrics)
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
@@ -96,12 +97,14 @@ class SampleLog:
     """Which samples this rank trained on, batch by batch, as it happens: a kill loses no line."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = open(path, "a", encoding="ascii", buffering=1)  # noqa: SIM115  # open as long as the run
 
     def write(self, batch: int, pieces: list[Tensor]) -> None:
         """`batch` is the number since the start of the run, `pieces` are the sample indices of its micro-batches."""
         ids = [index for piece in pieces for index in piece.tolist()]
-        self._file.write(json.dumps({"batch": batch, "sample_ids": ids}) + "\n")
+        with in_one_sentence("write", self._path):
+            self._file.write(json.dumps({"batch": batch, "sample_ids": ids}) + "\n")
 
 
 class NullTracker:

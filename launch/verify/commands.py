@@ -38,7 +38,8 @@ def faults(config: Path, options: Options, hang_timeout_s: float, only: FaultKin
 
 def _prove(config: Path, options: Options, settings: Sequence[str], proof: Callable[[Place], int]) -> int:
     """Keeps the runs of a proof that fails."""
-    settings = (*options.overrides, *settings)
+    # A restart by itself would use up the starts that a proof counts.
+    settings = (*options.overrides, *settings, "launch.max_restarts=0")
     origins = load_config(config, settings).origins
     own_interval = any(origins[f"checkpoint.every_{unit}"] != "default" for unit in ("steps", "minutes"))
     with a_place(config, options.cwd / options.runs, settings, has_own_interval=own_interval) as place:

@@ -1,6 +1,7 @@
 """Losses, gradients and spikes that must not reach the weights: stop, skip, rollback, read at once or a step later."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 
 @pytest.fixture(params=["at once", "a step later"])
 def reading(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The order of things on the CPU and, tried there, that on a GPU."""
+    """The order of things on the CPU and, tried there, that on a GPU: between log points no outcome is read at once."""
     if request.param == "a step later":
         monkeypatch.setattr(agreement, "DEFERRED", ["cuda", "cpu"])
     return str(request.param)
+
+
+RARELY: dict[str, Any] = {"log__every_steps": 4}
 
 
 def nan_at(*steps: int, rank: int = 0) -> list[dict[str, Any]]:
@@ -44,7 +48,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.usefixtures("reading")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_stop_comes_before_the_update_lands(tmp_path: Path, world_size: int) -> None:
-    config = tiny_config(model=NET, checkpoint__every_steps=5, faults=nan_at(BAD_STEP, rank=world_size - 1))
+    config = tiny_config(**RARELY, model=NET, checkpoint__every_steps=5, faults=nan_at(BAD_STEP, rank=world_size - 1))
     attempt = run(tmp_path, config, world_size)
     assert attempt.statuses == [1] * world_size
     message = attempt.outcome().message or ""
@@ -113,7 +117,7 @@ def test_the_share_of_dropped_updates_is_limited(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_rollback_goes_back_and_past_the_batch(tmp_path: Path, world_size: int) -> None:
     """As if the batch had been passed over in the first place, in weights and metrics, whoever saw the bad loss."""
-    shared: dict[str, Any] = {"model": {"name": "tests.dist.toys:WithDropout"}, "checkpoint__every_steps": 3}
+    shared = RARELY | {"model": {"name": "tests.dist.toys:WithDropout"}, "checkpoint__every_steps": 3}
     faults = nan_at(BAD_STEP, rank=world_size - 1)
     attempt = finished(tmp_path / "a", tiny_config(**shared, nonfinite="rollback", faults=faults), world_size)
     state = attempt.checkpoint().state["train_state"]
@@ -122,7 +126,7 @@ def test_rollback_goes_back_and_past_the_batch(tmp_path: Path, world_size: int) 
     assert said in attempt.log()
     (line,) = bad_batches(attempt)
     assert (line["what"], line["sample_ids"]) == ("passed over", ids_of(BAD_STEP))
-    assert [step for step, _ in attempt.metric("train/loss")] == [*range(1, 16)]
+    assert [step for step, _ in attempt.metric("train/loss")] == [4, 8, 12, 15]
     skipped = finished(tmp_path / "b", tiny_config(**shared, nonfinite="skip", faults=faults), world_size)
     assert equal(attempt.weights(), skipped.weights())
 
@@ -147,7 +151,7 @@ def test_rollbacks_are_limited(tmp_path: Path) -> None:
 def test_a_spike_counts_as_bad(tmp_path: Path, world_size: int, policy: str) -> None:
     model = {"name": "tests.dist.toys:Spikes", "args": {"rank": world_size - 1, "step": 12}}
     guard = {"spike_factor": 20.0, "spike_window_steps": 10}
-    config = tiny_config(model=model, nonfinite=policy, guard=guard, optim={"name": "sgd", "lr": 0.01})
+    config = tiny_config(**RARELY, model=model, nonfinite=policy, guard=guard, optim={"name": "sgd", "lr": 0.01})
     attempt = run(tmp_path, config, world_size)
     state = attempt.checkpoint().state["train_state"]
     if policy == "stop":
@@ -185,3 +189,21 @@ def test_an_fp16_overflow_is_no_bad_batch(tmp_path: Path, world_size: int) -> No
     config = tiny_config(nonfinite="skip", mixed_precision="fp16", guard__max_skipped=1, optim={"name": "sgd", "lr": 0.05})
     attempt = finished(tmp_path, config, world_size)
     assert attempt.checkpoint().state["train_state"]["dropped"] == 0
+
+
+def test_losses_are_told_without_the_scale_of_fp16(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"mixed_precision": "fp16", "guard__spike_factor": 100.0, "optim": SGD}
+    losses = []
+    for world_size in (1, 2):
+        attempt = finished(tmp_path / str(world_size), tiny_config(**changes), world_size)
+        losses.append(attempt.checkpoint().state["train_state"]["recent_losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert max(losses[0]) < 10
+
+
+def test_a_rollback_counts_no_time_twice(tmp_path: Path) -> None:
+    began = time.time()
+    config = tiny_config(nonfinite="rollback", faults=nan_at(6, 9, 12), checkpoint__every_steps=2)
+    attempt = finished(tmp_path, config)
+    assert attempt.checkpoint().state["train_state"]["rollbacks"] == 3
+    assert attempt.result()["time"]["total_s"] <= time.time() - began + 0.1
