@@ -52,9 +52,10 @@ class Tracker:
 
     def flush(self) -> None:
         """Give everything so far to the system."""
-        self._lines.flush()
-        if self._writer is not None:
-            self._writer.flush()
+        with in_one_sentence("write", self._run_dir.path):
+            self._lines.flush()
+            if self._writer is not None:
+                self._writer.flush()
 
     def sync(self) -> None:
         """Put what was flushed on the disk, before a checkpoint says that it is saved. From any thread."""

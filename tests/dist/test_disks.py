@@ -132,14 +132,15 @@ def test_a_limit_on_files_is_told_before_the_first_step(tmp_path: Path, world_si
 
 def test_a_quota_in_the_middle(tmp_path: Path) -> None:
     """Both ranks' own parts fit; rank 0's weights do not."""
-    finished(tmp_path / "run", SHORT, 2)
+    short, long = (tiny_config(max_epochs=epochs, model__args={"hidden": [128]}) for epochs in (1, 2))
+    finished(tmp_path / "run", short, 2)
 
     def body() -> None:
         _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE - 1, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 128 * 4, hard))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(disk, "check_space", lambda *_: None)
-            failed = run(tmp_path / "run", LONG, 2)
+            failed = run(tmp_path / "run", long, 2)
         assert_stands(failed, "File too large")
         assert not list((tmp_path / "run" / "checkpoints").glob(".tmp_*"))
 

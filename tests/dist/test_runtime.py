@@ -80,10 +80,10 @@ def test_error_of_one_rank_is_raised_on_all_and_the_next_work_goes_on(tmp_path: 
 
 
 def draws(context: RunContext) -> list[tuple[float, ...]]:
-    """For (seed, batch, micro-batch)."""
+    """For (seed, batch, micro-batch), by rank."""
     found = []
-    for key in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)):
-        context.seed_dropout(*key)
+    for seed, batch, micro_batch in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, 0)):
+        context.seed_dropout(seed, batch, context.rank, micro_batch)
         found.append(tuple(torch.rand(3).tolist()))
     return found
 
