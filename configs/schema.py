@@ -430,7 +430,6 @@ FREE_ON_RESUME = (
     "max_time_s",
     "nonfinite",
     "guard",
-    "early_stopping",
     "faults",
     "checkpoint",
     "log",

@@ -99,6 +99,8 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
     backend: Literal["direct", "torchrun", "accelerate"] = request.launcher
     if nproc * nnodes == 1 and request.launcher == "torchrun":
         backend = "direct"
+    if bad := [fault.rank for fault in config.faults if fault.rank >= nproc * nnodes]:
+        raise ConfigError(f"faults: there is no rank {bad[0]} among {counted(nproc * nnodes, 'process')}; count from 0")
     threads, threads_note = plan_threads(config, topology, nproc, request.environ)
     worker = WorkerPlan(
         mode=request.mode,

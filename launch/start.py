@@ -265,6 +265,10 @@ def _announce(plan: LaunchPlan, run: RunDir, endpoint: str | None, *, is_first: 
 def _say_finished(run: RunDir, config: RunConfig, result: Mapping[str, Any], options: Options) -> None:
     from launch.runs_table import describe_result
 
+    if result.get("stopped_early"):
+        say(f"run {run.name} ended early: {describe_result(result)}")
+        say(f"to go on: {options.resume_command(run.name, 'early_stopping.patience=null --allow-changes')}")
+        return
     more = f"max_epochs={config.max_epochs * 2}" if config.max_epochs else f"max_steps={(config.max_steps or 1) * 2}"
     say(f"run {run.name} is finished: {describe_result(result)}")
     say(f"to extend it: {options.resume_command(run.name, f'{more} --allow-changes')}")

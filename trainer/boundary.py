@@ -33,7 +33,7 @@ def at_boundary(job: Job) -> bool:
     state.boundary_pending = False
     if evaluates and judge_progress(job):
         ends = saves = True
-    if due(config.log.every_steps) or ends:
+    if due(config.log.every_steps) or (ends and state.step != state.logged_step):
         log_point(job)
     if ends_epoch:
         end_epoch(job)
@@ -88,6 +88,7 @@ def log_point(job: Job) -> None:
     if job.context.scaler is not None:
         metrics |= {"fp16/scale": job.fp16_scale(), "fp16/skipped": float(state.skipped)}
     job.tracker.log(state.step, metrics)
+    state.logged_step = state.step
     clock.busy_s, clock.data_wait_s, clock.stall_s = busy_s, data_wait_s, stall_s
     clock.samples = state.samples_seen
 

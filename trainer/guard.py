@@ -50,8 +50,15 @@ class Guard:
         if (limit := self.spike_limit(state)) < math.inf:
             bad = bad | (mean_loss > limit)
         if gradients:
-            bad = bad | ~torch.stack(torch._foreach_norm(gradients)).sum().isfinite()
+            bad = bad | (self.not_finite(gradients) > 0)
         return bad.float()
+
+    @staticmethod
+    def not_finite(gradients: list[Tensor]) -> Tensor:
+        """1 if any element is not finite: the one pass that fp16's scaler makes, with a scale of one."""
+        found = torch.zeros((), device=gradients[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
+        return found
 
     def spike_limit(self, state: TrainState) -> float:
         """The loss above which a batch is bad; infinite until the window is full."""

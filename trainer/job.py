@@ -101,6 +101,8 @@ class Job:
     agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
     grad_norm: Tensor | None = None
     evaluations: dict[str, EvalResult] = field(default_factory=dict)
+    metrics_bytes: int | None = None
+    """Of metrics.jsonl: what belongs to the checkpoint that was restored; None if none was."""
     wall_s_before: float = 0.0
     """Seconds of earlier attempts up to the checkpoint that this one went on from."""
     time_before: dict[str, float] = field(default_factory=dict)

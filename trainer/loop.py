@@ -99,7 +99,7 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     if outcome.is_ready:
         found = outcome.read()
         job.agreed = agreed_by(job, found, batch.size)
-        if job.agreed.bad_ranks and flag is None:
+        if flag is None and (job.agreed.bad_ranks or not has_finite_gradients(job)):
             raise bad_loss(job, job.lr())
         on_host = found[0] if signals is None and flag is None else None
     if not batch.is_dummy and (job.shards is None or context.is_rank_zero):
@@ -123,6 +123,12 @@ def reduce_shards(job: Job, batch: RankBatch, own_loss: Tensor | None, factor: T
     loss = job.shards.reduce(batch, own_signals(job, job.shards.signals, own, None))
     with_loss(job.shards.signals, loss / batch.size)
     return loss
+
+
+def has_finite_gradients(job: Job) -> bool:
+    """Of all ranks, whose gradients are equal by now. With fp16 the scaler asks, and overflows are its business."""
+    gradients = [p.grad for p in job.parameters if p.grad is not None] if job.context.scaler is None else []
+    return not gradients or not bool(job.guard.not_finite(gradients))
 
 
 def number_of(job: Job, batch: RankBatch) -> int:

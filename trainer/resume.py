@@ -44,6 +44,7 @@ def snapshot(job: Job) -> Snapshot:
         "wall_s": job.wall_s(),
         "time": that_counts(job.time_before, job.account.by_kind()),
         "grad_norm": None if job.grad_norm is None else float(job.grad_norm),
+        "metrics_bytes": job.tracker.size(),
     }
     return Snapshot(job.state.step, shared, own, state)
 
@@ -74,6 +75,7 @@ def restore(job: Job, loaded: Loaded, path: Path) -> None:
     job.state = TrainState(**loaded.state["train_state"])
     job.wall_s_before = loaded.state["wall_s"]
     job.time_before = loaded.state["time"]
+    job.metrics_bytes = loaded.state["metrics_bytes"]
     job.clock.samples = job.state.samples_seen
     if loaded.state["grad_norm"] is not None:
         job.grad_norm = torch.tensor(loaded.state["grad_norm"], dtype=torch.float64)

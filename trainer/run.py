@@ -100,10 +100,12 @@ class Run:
                 break
             except BadBatchError as error:
                 job.saver.settle()
+                self.tidy_up()
                 roll_back(job, str(error), self.run_dir.checkpoints)
                 if job.context.is_rank_zero:
                     job.tracker.close()
                     job.tracker = self._tracker(job)
+                job.save(job, False)  # a crash must not forget what is passed over, nor the budget
         self.account.enter(SAVING)
         job.saver.settle()
         if not is_finished:
@@ -132,7 +134,8 @@ class Run:
         self.stop.watch(left, self.run_dir.stop if context.is_rank_zero else None)
 
     def _tracker(self, job: Job) -> Tracker:
-        return Tracker(self.run_dir, job.state.logged_until(), json.dumps(job.config.model_dump(mode="json"), indent=1))
+        settings = json.dumps(job.config.model_dump(mode="json"), indent=1)
+        return Tracker(self.run_dir, job.state.logged_until(), settings, job.metrics_bytes)
 
     def _export(self, job: Job) -> None:
         """model.safetensors, complete or absent, for other programs."""

@@ -36,6 +36,8 @@ class TrainState:
     recent_losses: list[float] = field(default_factory=list)
     """Mean losses of the last good batches, where a spike is looked for."""
     last_train_loss: float | None = None
+    logged_step: int = -1
+    """Of the last log point: the end of the run makes no second one at the same step."""
 
     def count(self, *, applied: bool, num_samples: int) -> None:
         """One global batch was consumed and its update applied, or skipped (fp16 overflow)."""

@@ -3,6 +3,7 @@
 No torch: the handlers stand before it is imported.
 """
 
+import contextlib
 import json
 import math
 import signal
@@ -47,8 +48,9 @@ class StopFlag:
         if now >= self._deadline:
             self.set("max_time_s")
         elif self._file is not None and self._file.exists():
-            self._file.unlink(missing_ok=True)
             self.set("the stop file")
+            with contextlib.suppress(OSError):  # a folder, or not ours to remove: it stops the next start, too
+                self._file.unlink()
         self._next_look = min(self._deadline, now + 1.0 if self._file is not None else math.inf)
 
     def set(self, name: str) -> None:

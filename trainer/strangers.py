@@ -26,6 +26,7 @@ _TYPES: dict[str, Any] = {
     "wall_s": float,
     "grad_norm": float | None,
     "scaler": dict | None,
+    "metrics_bytes": int,
     "train_state": dict,
 }
 

@@ -81,6 +81,7 @@ def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, An
         "skipped": job.state.skipped,
         "samples_seen": job.state.samples_seen,
         "wall_s": job.wall_s(),
+        "stopped_early": job.stops_early(),
         "images_per_sec": images_per_sec,
         "precision": job.context.precision,
         "device": plan.device,

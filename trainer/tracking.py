@@ -22,13 +22,14 @@ class Tracker:
     """Scalars by step. A resume leaves each step once:
     later points of an earlier attempt are dropped from both files."""
 
-    def __init__(self, run_dir: RunDir, resumed_step: int, config: str = "") -> None:
-        """Go on after `resumed_step`; `config` is shown as text in TensorBoard, from the first point on."""
+    def __init__(self, run_dir: RunDir, resumed_step: int, config: str = "", metrics_bytes: int | None = None) -> None:
+        """Go on after `resumed_step`, of metrics.jsonl after its first `metrics_bytes` if they are known; `config` is
+        shown as text in TensorBoard, from the first point on."""
         self._run_dir = run_dir
         self._resumed_step = resumed_step
         self._config = config
         self._writer: Any = None
-        self._keep_until(run_dir.metrics, resumed_step)
+        self._keep_until(run_dir.metrics, resumed_step, metrics_bytes)
         self._lines: IO[str] = open(run_dir.metrics, "a", encoding="utf-8")  # noqa: SIM115  # open as long as the run
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -49,6 +50,11 @@ class Tracker:
 
         for summary in summaries(hparams, metrics):
             self._events().file_writer.add_summary(summary)
+
+    def size(self) -> int:
+        """Bytes of metrics.jsonl so far."""
+        self.flush()
+        return self._run_dir.metrics.stat().st_size
 
     def flush(self) -> None:
         """Give everything so far to the system."""
@@ -81,11 +87,11 @@ class Tracker:
         return self._writer
 
     @staticmethod
-    def _keep_until(path: Path, step: int) -> None:
+    def _keep_until(path: Path, step: int, num_bytes: int | None) -> None:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in path.read_bytes()[:num_bytes].decode(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
@@ -116,6 +122,9 @@ class NullTracker:
     def show(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None: ...
+
+    def size(self) -> int:
+        return 0
 
     def flush(self) -> None: ...
 

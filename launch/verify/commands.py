@@ -23,6 +23,8 @@ def resume(config: Path, options: Options, nprocs: str, kills: int, seed: int) -
 
 def topology(config: Path, options: Options, nprocs: str, *, bitwise: bool) -> int:
     numbers = _numbers(nprocs)
+    if load_config(config, options.overrides).config.per_device_batch_size is not None:
+        raise ConfigError("per_device_batch_size gives each number of processes another global batch; use the other")
     if len(numbers) < 2:
         raise ConfigError(f"--nproc {nprocs}: give two numbers of processes or more to compare, such as 1,2,4")
     if bitwise:
@@ -38,8 +40,10 @@ def faults(config: Path, options: Options, hang_timeout_s: float, only: FaultKin
 
 def _prove(config: Path, options: Options, settings: Sequence[str], proof: Callable[[Place], int]) -> int:
     """Keeps the runs of a proof that fails."""
-    # A restart by itself would use up the starts that a proof counts.
-    settings = (*options.overrides, *settings, "launch.max_restarts=0")
+    # A restart by itself would use up the starts that a proof counts, and an end by the clock is no proof.
+    own = (*settings, "launch.max_restarts=0", "max_time_s=null")
+    taken = {text.partition("=")[0] for text in own}
+    settings = (*(text for text in options.overrides if text.partition("=")[0] not in taken), *own)
     origins = load_config(config, settings).origins
     own_interval = any(origins[f"checkpoint.every_{unit}"] != "default" for unit in ("steps", "minutes"))
     with a_place(config, options.cwd / options.runs, settings, has_own_interval=own_interval) as place:

@@ -15,7 +15,9 @@ def bits(one: Ended, other: Ended) -> list[str]:
 
     Of two numbers of processes the files are compared that both have.
     """
-    return [*checkpoints(one, other), *exports(one, other), *metrics(one, other), *samples(one, other)]
+    more = sorted(other.samples()[0].keys() - one.samples()[0].keys())
+    extra = [f"batch {more[0]} was trained on in one run only"] if more else []
+    return [*checkpoints(one, other), *exports(one, other), *metrics(one, other), *samples(one, other), *extra]
 
 
 def checkpoints(one: Ended, other: Ended) -> list[str]:

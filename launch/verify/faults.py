@@ -33,8 +33,10 @@ class Case(NamedTuple):
 
 def _left_out(counter: str, whole: Ended, ended: Ended) -> list[str]:
     """One batch was left out, and the samples of all are the same."""
-    count = ended.state().get("train_state", {}).get(counter)
-    return ([] if count == 1 else [f"{counter} is {count}, expected 1"]) + compare.samples(whole, ended)
+    count, usual = (run.state()["train_state"][counter] for run in (ended, whole))
+    return ([] if count == usual + 1 else [f"{counter} is {count}, expected {usual + 1}"]) + compare.samples(
+        whole, ended
+    )
 
 
 SHOWN = 90

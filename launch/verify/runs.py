@@ -53,7 +53,9 @@ class Place:
 
     def train(self, name: str, *arguments: str, nproc: int = 1) -> "Ended":
         """`launch train`; a run that is there already goes on."""
-        command = ["train", str(self.config), *self.settings, RECORDED, *arguments]
+        # What is given twice would be refused; the proof's own settings come last, and hold.
+        settings = {text.partition("=")[0]: text for text in (*self.settings, RECORDED, *arguments)}
+        command = ["train", str(self.config), *settings.values()]
         return self._launch(name, [*command, "--run-name", name, "--nproc", str(nproc), "--allow-changes"])
 
     def _launch(self, name: str, arguments: list[str]) -> "Ended":

@@ -207,3 +207,26 @@ def test_a_rollback_counts_no_time_twice(tmp_path: Path) -> None:
     attempt = finished(tmp_path, config)
     assert attempt.checkpoint().state["train_state"]["rollbacks"] == 3
     assert attempt.result()["time"]["total_s"] <= time.time() - began + 0.1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_bad_gradient_stops_before_it_lands(tmp_path: Path, world_size: int, dtype: str) -> None:
+    model = {"name": "tests.dist.toys:BadGradient", "args": {"rank": world_size - 1, "step": BAD_STEP}}
+    attempt = run(tmp_path, tiny_config(model=model, dtype=dtype), world_size)
+    assert attempt.statuses == [1] * world_size
+    assert f"stopped at step {BAD_STEP}: the gradient is not finite" in (attempt.outcome().message or "")
+
+
+def test_each_step_has_one_point_whatever_is_skipped_and_killed(tmp_path: Path) -> None:
+    """The last batch of an epoch, and of the run, makes no update: the step is that of the batch before."""
+    faults = [{"kind": "nan", "step": 7, "attempt": None}, {"kind": "sigkill", "step": 7}, {"kind": "nan", "step": 14}]
+    config = tiny_config(
+        nonfinite="skip", guard__max_skipped_fraction=1.0, checkpoint__every_steps=7, checkpoint__every_epochs=None,
+        log__every_steps=7, model={"name": "tests.dist.toys:Mortal"}, faults=faults,
+    )  # fmt: skip
+    assert run(tmp_path, config).statuses == [-9]
+    attempt = finished(tmp_path, config)
+    for name in ("train/loss", "eval/loss"):
+        steps = [step for step, _ in attempt.metric(name)]
+        assert sorted(set(steps)) == steps, name
