@@ -30,6 +30,8 @@ class Guard:
         self.policy, self._limits = config.nonfinite, config.guard
         self.is_on = self.policy != "stop" or self._limits.spike_factor is not None
         self._log = log if is_rank_zero else None
+        device = next(model.parameters()).device
+        self._found, self._one = torch.zeros((), device=device), torch.ones((), device=device)
         restores = self.policy == "skip"
         self._buffers = list(model.buffers()) if restores else []
         self._before = [buffer.clone() for buffer in self._buffers]
@@ -53,12 +55,10 @@ class Guard:
             bad = bad | (self.not_finite(gradients) > 0)
         return bad.float()
 
-    @staticmethod
-    def not_finite(gradients: list[Tensor]) -> Tensor:
+    def not_finite(self, gradients: list[Tensor]) -> Tensor:
         """1 if any element is not finite: the one pass that fp16's scaler makes, with a scale of one."""
-        found = torch.zeros((), device=gradients[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, torch.ones_like(found))
-        return found
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found.zero_(), self._one)
+        return self._found
 
     def spike_limit(self, state: TrainState) -> float:
         """The loss above which a batch is bad; infinite until the window is full."""

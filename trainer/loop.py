@@ -127,8 +127,12 @@ def reduce_shards(job: Job, batch: RankBatch, own_loss: Tensor | None, factor: T
 
 def has_finite_gradients(job: Job) -> bool:
     """Of all ranks, whose gradients are equal by now. With fp16 the scaler asks, and overflows are its business."""
-    gradients = [p.grad for p in job.parameters if p.grad is not None] if job.context.scaler is None else []
+    gradients = gradients_to_check(job)
     return not gradients or not bool(job.guard.not_finite(gradients))
+
+
+def gradients_to_check(job: Job) -> list[Tensor]:
+    return [] if job.context.scaler is not None else [p.grad for p in job.parameters if p.grad is not None]
 
 
 def number_of(job: Job, batch: RankBatch) -> int:
@@ -140,9 +144,7 @@ def flag_bad(job: Job, loss: Tensor, num_samples: int) -> Tensor:
     """1 on the device if the batch is bad and must not change anything: then BatchNorm's statistics go back too."""
     signals = reduced_signals(job)
     bad, mean = (~loss.isfinite(), loss / num_samples) if signals is None else bad_and_loss(signals)
-    looks_at_gradients = job.guard.policy != "stop" and job.context.scaler is None
-    gradients = [p.grad for p in job.parameters if p.grad is not None] if looks_at_gradients else []
-    flag = job.guard.flag(bad, mean, gradients, job.state)
+    flag = job.guard.flag(bad, mean, gradients_to_check(job), job.state)
     job.guard.restore(flag)
     return flag
 
