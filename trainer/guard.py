@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from configs.contract import write_atomically
 from configs.errors import TrainingError
 from configs.schema import RunConfig
 from trainer.agreement import Agreed
@@ -98,6 +99,15 @@ class Guard:
         self.record("dropped", state, state.batch - 1, reason, order)
         return f"dropped the update on batch {state.batch - 1} at step {state.step}: {reason}"
 
+    def forget_after(self, state: TrainState) -> None:
+        """Drop from bad_batches.jsonl what came after the checkpoint that was restored: it may come out otherwise."""
+        if self._log is None or not self._log.exists():
+            return
+        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+        kept = [line for line in lines if _is_before(line, state)]
+        with in_one_sentence("write", self._log):
+            write_atomically(self._log, "".join(line + "\n" for line in kept))
+
     def record(self, what: str, state: TrainState, batch: int, reason: str, order: Order) -> None:
         """One line with the batch's sample ids in bad_batches.jsonl; a replay does not double it."""
         if self._log is None:
@@ -109,3 +119,11 @@ class Guard:
             file.seek(0)
             if line not in file:
                 file.write(line)
+
+
+def _is_before(line: str, state: TrainState) -> bool:
+    try:
+        facts = json.loads(line)
+        return facts["batch"] < state.batch or facts["batch"] in state.passed_over
+    except (ValueError, KeyError, TypeError):  # cut by a kill
+        return False

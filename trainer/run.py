@@ -56,6 +56,7 @@ class Run:
         last = resume.resume_newest(job, self.run_dir.checkpoints)
         context.together(lambda: self._check_space(job) if context.is_rank_zero else None)
         self.account.start_at(job.state.step)
+        job.guard.forget_after(job.state)
         if context.is_rank_zero:
             commit_settings(self.run_dir, self.attempt)
         if last is not None:
