@@ -122,8 +122,9 @@ def judge_progress(job: Job) -> bool:
     state.evaluations_without_better += 1
     if not job.stops_early():
         return False
+    by = f" by more than {config.min_delta:g}" if config.min_delta else ""
     job.console.line(
-        f"stops early at step {state.step}: {config.metric} was no better than {abs(state.early_best):.4f} "
+        f"stops early at step {state.step}: {config.metric} was no better than {abs(state.early_best):.4f}{by} "
         f"in {counted(state.evaluations_without_better, 'evaluation')} (early_stopping.patience)"
     )
     return True

@@ -233,12 +233,12 @@ def test_each_step_has_one_point_whatever_is_skipped_and_killed(tmp_path: Path) 
 
 
 def test_what_a_resume_trains_on_after_all_is_no_bad_batch(tmp_path: Path) -> None:
-    faults = [*nan_at(2, 6), {"kind": "sigkill", "step": 7}]
+    faults = [*nan_at(2, 5), {"kind": "sigkill", "step": 5}]
     config = tiny_config(
         nonfinite="skip", guard__max_skipped_fraction=1.0, checkpoint={"every_steps": 4, "every_epochs": None}, faults=faults
     )
     assert run(tmp_path, config).statuses == [-9]
-    # The nan at step 6 came after the checkpoint of step 4, and does not come again.
+    # The nan at step 5 came after the checkpoint of step 4, and does not come again.
     attempt = finished(tmp_path, config)
     assert attempt.checkpoint().state["train_state"]["dropped"] == 1
     assert [line["batch"] for line in bad_batches(attempt)] == [2]
