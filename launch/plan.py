@@ -99,8 +99,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
     backend: Literal["direct", "torchrun", "accelerate"] = request.launcher
     if nproc * nnodes == 1 and request.launcher == "torchrun":
         backend = "direct"
-    if bad := [fault.rank for fault in config.faults if fault.rank >= nproc * nnodes]:
-        raise ConfigError(f"faults: there is no rank {bad[0]} among {counted(nproc * nnodes, 'process')}; count from 0")
+    _check_faults(config, request.attempt, nproc * nnodes)
     threads, threads_note = plan_threads(config, topology, nproc, request.environ)
     worker = WorkerPlan(
         mode=request.mode,
@@ -190,6 +189,17 @@ def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, requ
         problems += error.problems
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_faults(config: RunConfig, attempt: AttemptDir, world_size: int) -> None:
+    """Raise ConfigError for a fault of this start that no rank would have: one would take it for survived."""
+    number = attempt.path.name.partition("-")[0]
+    for fault in config.faults:
+        is_due = fault.attempt is None or str(fault.attempt) == number.lstrip("0")
+        if is_due and fault.rank >= world_size:
+            raise ConfigError(
+                f"faults: there is no rank {fault.rank} among {counted(world_size, 'process')}; count from 0"
+            )
 
 
 def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Mapping[str, str]) -> tuple[int, str]:

@@ -291,3 +291,11 @@ def test_what_needs_torch_is_unknown_until_probed() -> None:
     text = render_plan(plan, CPU, {}, probe)
     assert "1,234" in text
     assert "2 per epoch x 5 epochs = 10" in text
+
+
+def test_a_fault_of_a_rank_that_there_is_not_is_refused_in_its_own_start() -> None:
+    faults = {"faults": [{"kind": "exit", "rank": 1}]}
+    with pytest.raises(ConfigError, match="faults: there is no rank 1 among 1 process; count from 0"):
+        planned(CPU, faults)
+    assert planned(CPU, faults, nproc=2).warnings == []
+    assert planned(CPU, faults, attempt=RunDir(Path("/x")).attempt("002")).warnings == []
