@@ -6,7 +6,7 @@ from typing import Any
 
 from launch.verify.runs import Ended
 
-CLOCKS = ("wall_s", "versions", "config", "time", "world_size")
+CLOCKS = ("wall_s", "versions", "config", "time", "metrics_bytes", "world_size")
 """Of a checkpoint's state.json: measured, or different on purpose."""
 
 
