@@ -35,6 +35,12 @@ class AttemptDir:
     path: Path
 
     @property
+    def number(self) -> int:
+        """Which start of the run this is, from 1; 0 for an evaluation. Labels are `001`, `001-node1`, `eval-001`."""
+        label = self.path.name.partition("-")[0]
+        return int(label) if label.isdigit() else 0
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 

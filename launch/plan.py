@@ -193,10 +193,8 @@ def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, requ
 
 def _check_faults(config: RunConfig, attempt: AttemptDir, world_size: int) -> None:
     """Raise ConfigError for a fault of this start that no rank would have: one would take it for survived."""
-    number = attempt.path.name.partition("-")[0]
     for fault in config.faults:
-        is_due = fault.attempt is None or str(fault.attempt) == number.lstrip("0")
-        if is_due and fault.rank >= world_size:
+        if fault.attempt in (None, attempt.number) and fault.rank >= world_size:
             raise ConfigError(
                 f"faults: there is no rank {fault.rank} among {counted(world_size, 'process')}; count from 0"
             )

@@ -108,7 +108,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         saver=saver,
         facts=facts,
         samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
-        faults=Faults(config.faults, context.rank, run.attempt.path.name, run.run_dir.checkpoints, saver.land)
+        faults=Faults(config.faults, context.rank, run.attempt.number, run.run_dir.checkpoints, saver.land)
         if config.faults
         else None,
         window=LossWindow(context),

@@ -16,19 +16,18 @@ Pieces = list[tuple[Tensor, Tensor]]
 
 
 class Faults:
-    """The faults of one rank in one attempt, labelled `001` or `001-node1`. Each happens once."""
+    """The faults of one rank in the start of the run with this number. Each happens once."""
 
     def __init__(
         self,
         faults: tuple[FaultConfig, ...],
         rank: int,
-        attempt: str,
+        attempt: int,
         checkpoints: Path,
         land: Callable[[], None] = lambda: None,
     ) -> None:
         """`land` waits for the checkpoint that is being written, so that a fault leaves the same one each time."""
-        number = int(attempt.partition("-")[0]) if attempt[:1].isdigit() else 0
-        self._left = [fault for fault in faults if fault.rank == rank and fault.attempt in (None, number)]
+        self._left = [fault for fault in faults if fault.rank == rank and fault.attempt in (None, attempt)]
         self._checkpoints, self._land = checkpoints, land
 
     def strike(self, step: int, pieces: Pieces) -> Pieces:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.run_dir import AttemptDir
 from configs.schema import FaultConfig
 from trainer.faults import Faults, Pieces
 
@@ -14,7 +15,7 @@ PIECES: Pieces = [(torch.ones(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dty
 
 
 def faults(*given: FaultConfig, rank: int = 0, attempt: str = "001", folder: Path = Path()) -> Faults:
-    return Faults(given, rank, attempt, folder)
+    return Faults(given, rank, AttemptDir(Path(attempt)).number, folder)
 
 
 def is_bad(pieces: Pieces) -> bool:
