@@ -172,8 +172,7 @@ class _Watch:
         self._follower.leave()  # rank 0's log is the screen, and the stacks are long
         pipes = plan.environment.get(NCCL_PIPES)
         stacks = collect_stacks(plan.attempt, ranks, sights, pipes)
-        worker, timeout_s = plan.worker, plan.config.launch.hang_timeout_s
-        return explain(Scene(sights, stacks, worker.world_size, worker.local_world_size, timeout_s, plan.cwd))
+        return explain(Scene(sights, stacks, plan.worker.world_size, plan.worker.local_world_size, plan.cwd))
 
     def _kill_after(self, seconds: float, reason: Killed) -> None:
         at = time.monotonic() + seconds

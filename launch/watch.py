@@ -90,7 +90,6 @@ class Scene:
     """Of the ranks that answered."""
     world_size: int
     local_world_size: int
-    hang_timeout_s: float | None
     cwd: Path
 
 
@@ -161,7 +160,7 @@ def _seconds(sight: Sight) -> str:
 
 def _waited(scene: Scene, rank: int) -> str:
     sight = scene.sights[rank]
-    is_patient = limit_s(sight.beat, 1.0) > 1.0
+    is_patient = limit_s(sight.beat, 1.0, all_started=len(scene.sights) >= scene.local_world_size) > 1.0
     by = f"{PATIENCE} times launch.hang_timeout_s" if is_patient else "launch.hang_timeout_s"
     return f"waited {_seconds(sight)}, {by}"
 

@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from configs.beat import BOUNDARY, SAVING
+from configs.derive import BatchPlan
 from configs.errors import ConfigError
-from configs.schema import LossConfig
+from configs.schema import LossConfig, RunConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
 from trainer.console import Console
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
 from trainer.data.order import Order
-from trainer.data.source import build_source, check_loaders, choose_residency, materialise
+from trainer.data.source import Source, build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
 from trainer.guard import Guard
@@ -48,39 +49,15 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     check_same(context, sizes, "the ranks see different data sets")
     model = context.together(lambda: _model(run, context, data, shape))
     run.account.beat()
-    splits: tuple[MapStyle, MapStyle] = (data.train, data.evaluation)
-    if config.data.residency == "device":
-        fetch = partial(materialise, seed=config.seed, num_classes=data.num_classes, alive=run.account.beat)
-        splits = context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
+    splits = _splits(run, context, data)
     residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
     ranks, micro_batch = (context.local_world_size, context.world_size), batch.max_micro_batch
     notes = context.together(lambda: check_loaders(config, splits, micro_batch, ranks, streams=residency == "stream"))
-    order = Order(
-        num_samples=len(data.train),
-        seed=config.seed,
-        global_batch_size=batch.global_batch_size,
-        drop_last=config.drop_last,
-        rank=context.rank,
-        world_size=context.world_size,
-        max_micro_batch=batch.max_micro_batch,
-        device=device if residency == "device" else torch.device("cpu"),
-        num_shards=config.virtual_shards,
-    )
     source, eval_source = (
         build_source(split, residency, config.data, config.seed, data.num_classes, device, run.stop) for split in splits
     )
     preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
-    evaluator = Evaluator(
-        model=copy.deepcopy(model).requires_grad_(False).eval(),
-        trained=model,
-        source=eval_source,
-        preprocess=preprocess,
-        loss_sum=partial(LOSSES[config.loss.name], LossConfig()),
-        config=config.eval,
-        num_classes=data.num_classes,
-        channels_last=config.channels_last,
-        has_own_statistics=config.virtual_shards == 0,
-    )
+    evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes)
     facts = _facts(run, context, data, model, batch.global_batch_size)
     console = _console(run, context)
     saver = _saver(run, context, console)
@@ -95,7 +72,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         optimizer=build_optimizer(model, config.optim, device),
         ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
         source=source,
-        order=order,
+        order=_order(config, context, batch, len(data.train), device if residency == "device" else torch.device("cpu")),
         preprocess=preprocess,
         image_shape=shape,
         loss_sum=partial(LOSSES[config.loss.name], config.loss),
@@ -115,6 +92,45 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         guard=Guard(config, model, run.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
     )
     return job, summary.plan_screen(job, run.plan, batch, reason) + notes
+
+
+def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapStyle]:
+    """Training and evaluation; in memory already where they must be resident."""
+    config = run.plan.config
+    if config.data.residency != "device":
+        return data.train, data.evaluation
+    fetch = partial(materialise, seed=config.seed, num_classes=data.num_classes, alive=run.account.beat)
+    return context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
+
+
+def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples: int, device: torch.device) -> Order:
+    return Order(
+        num_samples=num_samples,
+        seed=config.seed,
+        global_batch_size=batch.global_batch_size,
+        drop_last=config.drop_last,
+        rank=context.rank,
+        world_size=context.world_size,
+        max_micro_batch=batch.max_micro_batch,
+        device=device,
+        num_shards=config.virtual_shards,
+    )
+
+
+def _evaluator(
+    config: RunConfig, model: nn.Module, source: Source, preprocess: Preprocess, num_classes: int
+) -> Evaluator:
+    return Evaluator(
+        model=copy.deepcopy(model).requires_grad_(False).eval(),
+        trained=model,
+        source=source,
+        preprocess=preprocess,
+        loss_sum=partial(LOSSES[config.loss.name], LossConfig()),
+        config=config.eval,
+        num_classes=num_classes,
+        channels_last=config.channels_last,
+        has_own_statistics=config.virtual_shards == 0,
+    )
 
 
 def _console(run: "Run", context: RunContext) -> Console:

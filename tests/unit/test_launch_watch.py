@@ -109,7 +109,7 @@ def test_a_rank_that_was_not_seen_yet_has_as_long_as_start_up() -> None:
 
 def told(sights: Mapping[int, Sight], of: Mapping[int, Stack], world_size: int | None = None, local: int = 0) -> str:
     world_size = world_size or len(sights)
-    return explain(Scene(sights, of, world_size, local or len(sights), None, HERE)).sentence
+    return explain(Scene(sights, of, world_size, local or len(sights), HERE)).sentence
 
 
 def test_three_ways_not_to_arrive_are_three_sentences() -> None:
