@@ -1,9 +1,7 @@
 """On one node nothing that we start listens beyond loopback, looked at while it runs."""
 
 import dataclasses
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -79,7 +77,7 @@ def test_tensorboard(here: Place) -> None:
         until(lambda: listening_on(here.living()) or process.poll() is not None, "the server")
         listening = listening_on(here.living())
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        here.kill_all()  # its data server is in a group of its own
         process.wait()
     assert listening, Path(here.folder / "console").read_text()
     assert [address for address in listening if not is_loopback(address)] == []
