@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -9,6 +10,12 @@ import pytest
 import torch
 
 FOLDERS = {"unit", "dist", "e2e", "gpu"}
+
+
+def pytest_configure() -> None:
+    """Under `nohup` SIGHUP is ignored, by children too, which the launcher respects and the tests of SIGHUP do not."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.hookimpl(tryfirst=True)
