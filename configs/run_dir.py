@@ -8,6 +8,8 @@ from configs.errors import ConfigError
 
 STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 """What asks a run to save and stop, sent to the launcher or to any rank."""
+STOP_FILE = "the stop file"
+"""Beside a signal's name: what asked for a stop."""
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 STEP_FOLDER = re.compile(r"step_(\d{8,})")

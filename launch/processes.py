@@ -51,6 +51,11 @@ def is_stopped(process: Process) -> bool:
     return entry is not None and entry.process == process and entry.state == "T"
 
 
+def descendants(process: Process) -> set[Process]:
+    """All that come from `process`, without itself."""
+    return _descendants({process.pid}) if is_alive(process) else set()
+
+
 def kill_tree(roots: Iterable[Process], *, wait_s: float = 2.0) -> None:
     """SIGKILL these processes and all their descendants, until none is left or `wait_s` is over."""
     known = set(roots)

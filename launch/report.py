@@ -22,7 +22,7 @@ from configs.run_dir import AttemptDir, RunDir, step_name
 from launch.follow import shown
 from launch.plan import LaunchPlan
 from launch.restart import Failure
-from launch.run_folder import newest_step, step_heard_of
+from launch.run_folder import newest_step, step_reached
 from launch.signals import exit_code_of, signal_words
 from launch.supervise import Ending, load_outcome, read_pids
 from launch.watch import Hang
@@ -124,11 +124,11 @@ def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequ
 def _failure(
     plan: LaunchPlan, ended: Sequence[Outcome], kind: str, said: str, rank: int | None = None, code: int = EXIT_TRAINING
 ) -> Failure:
-    """Of what left no outcome itself: the step is that of the others, who waited for it, or what was last heard of."""
-    steps = [outcome.step for outcome in ended if outcome.step is not None]
-    run = RunDir(plan.attempt.path.parent.parent)
-    step = max(steps) if steps else step_heard_of(run, plan.attempt)
-    return Failure(kind, said, rank, step, is_at_least=not steps and step is not None, exit_code=code)
+    """Of what left no outcome itself: the step is that of its last beat, else that of those who waited for it."""
+    step = step_reached(plan.attempt, rank)
+    if step is None:
+        step = max((outcome.step for outcome in ended if outcome.step is not None), default=None)
+    return Failure(kind, said, rank, step, exit_code=code)
 
 
 def _hung(plan: LaunchPlan, hang: Hang, pids: dict[int, int], hint: list[str]) -> Verdict:
@@ -150,10 +150,11 @@ def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequenc
     cause = signal_words(codes[first]) if first in codes else "ended without a word"
     log = plan.attempt.rank_log(first)
     last = _last_error(log) or (_last_line(log) if first and codes.get(first, 0) >= 0 else None)
-    lines = [f"FAILED: {_rank(plan, first, pids)}: {cause}", *([f"its last line: {last}"] if last else [])]
     code = codes[first] if codes.get(first) in (EXIT_CONFIG, EXIT_ENVIRONMENT) else EXIT_TRAINING
     because = _because(_others(ended, first))
     failure = _failure(plan, ended, _kind(last, codes.get(first, 0)) or cause, cause, first, code)
+    step = "" if failure.step is None else f" at step {failure.step}"
+    lines = [f"FAILED: {_rank(plan, first, pids)}{step}: {cause}", *([f"its last line: {last}"] if last else [])]
     return Verdict(code, [*lines, *because, f"log: {shown(log, plan.cwd)}", *hint], failure=failure)
 
 

@@ -32,8 +32,6 @@ class Failure:
     rank: int | None = None
     step: int | None = None
     """Updates that the attempt had reached; None if it had not begun to train."""
-    is_at_least: bool = False
-    """`step` is what was last heard of: it may have got further."""
     exit_code: int = EXIT_TRAINING
 
     @property
@@ -42,7 +40,7 @@ class Failure:
         return f"{self.kind}: {re.sub(r'0x[0-9a-fA-F]+|[0-9]+', '#', self.said)}"
 
     def is_again(self, earlier: "Failure") -> bool:
-        return (self.cause, self.step, self.is_at_least) == (earlier.cause, earlier.step, earlier.is_at_least)
+        return (self.cause, self.step) == (earlier.cause, earlier.step)
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,10 @@ class Restart:
         """One line of the summary."""
         who = "" if self.failure.rank is None else f"rank {self.failure.rank}: "
         end = f"attempt {self.after} ended {_where(self.failure)}, {who}{self.failure.said}"
-        return f"{end}; went on from {self._checkpoint}, {self._steps} replayed"
+        return f"{end}; went on from {self._checkpoint}, {counted(self.steps_replayed, 'step')} replayed"
 
     def announce(self, decision: Decision) -> str:
-        return f"{decision.why}: from {self._checkpoint} ({self._steps} will be replayed)"
+        return f"{decision.why}: from {self._checkpoint} ({counted(self.steps_replayed, 'step')} will be replayed)"
 
     def facts(self) -> dict[str, Any]:
         """What is written down."""
@@ -127,12 +125,6 @@ class Restart:
     @property
     def _checkpoint(self) -> str:
         return "the beginning" if self.checkpoint_step is None else step_name(self.checkpoint_step)
-
-    @property
-    def _steps(self) -> str:
-        if not self.failure.is_at_least:
-            return counted(self.steps_replayed, "step")
-        return f"at least {counted(self.steps_replayed, 'step')}" if self.steps_replayed else "0 or more steps"
 
 
 def summary(restarts: Sequence[Restart]) -> list[str]:
@@ -145,4 +137,4 @@ def summary(restarts: Sequence[Restart]) -> list[str]:
 def _where(failure: Failure) -> str:
     if failure.step is None:
         return "before its first step"
-    return f"at step {failure.step}{' or later' if failure.is_at_least else ''}"
+    return f"at step {failure.step}"

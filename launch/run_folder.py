@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.beat import read_beat
 from configs.contract import write_atomically
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.run_dir import STEP_FOLDER, AttemptDir, RunDir, checked_run_name
@@ -162,16 +163,11 @@ def newest_step(run: RunDir) -> int | None:
     return max((int(name[1]) for name in names if name), default=None)
 
 
-def step_heard_of(run: RunDir, attempt: AttemptDir) -> int | None:
-    """A step that this attempt, the run's newest, has reached at least; None if it had not begun to train."""
-    resumed = read_json(attempt.resumed).get("step")
-    if not isinstance(resumed, int):
-        return None
-    with contextlib.suppress(OSError):
-        for line in reversed(run.metrics.read_text(encoding="utf-8", errors="replace").splitlines()):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # the kill may have cut the last line short
-                return max(resumed, int(json.loads(line)["step"]))
-    return resumed
+def step_reached(attempt: AttemptDir, rank: int | None = None) -> int | None:
+    """Updates that `rank` had completed, or whichever got furthest; None if it had not begun to train."""
+    paths = attempt.path.glob("beat-rank*") if rank is None else [attempt.beat(rank)]
+    beats = [beat for path in paths if (beat := read_beat(path))]
+    return max((beat.step for beat in beats if beat.first_step >= 0), default=None)
 
 
 def remembered_micro_batch(run: RunDir) -> int | None:

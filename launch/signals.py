@@ -4,6 +4,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 
 from configs import run_dir
@@ -76,11 +77,15 @@ class StopSignals:
             self._last_ctrl_c = now
         self.name = self.name or signal.Signals(number).name
 
-    def wait(self, seconds: float) -> None:
-        """Sleep; a stop signal ends it."""
+    def wait(self, seconds: float, file: Path) -> None:
+        """Sleep; a stop signal ends it, and so does `file`, which is removed then."""
         end = time.monotonic() + seconds
         while self.name is None and time.monotonic() < end:
             time.sleep(max(0.0, min(WAIT_POLL_S, end - time.monotonic())))
+            if file.exists():
+                self.name = self.name or run_dir.STOP_FILE
+                with contextlib.suppress(OSError):
+                    file.unlink()
 
     def note(self) -> None:
         """From now on note stop signals instead of acting on them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configs.run_dir import AttemptDir
-from launch.processes import Process, send
+from launch.processes import Process, descendants, send
 
 DUMP_S = 5.0
 """How long to wait for the stacks; they take some milliseconds where the machine is not busy."""
@@ -19,6 +19,8 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.+)", line (\d+|\?\?\?) in (.+)$', re.MULTILINE)
 _OUTERMOST = re.compile(r"(?: in <module>| in _run_module_as_main|^  \.\.\.)\n?\Z", re.MULTILINE)
 _INSTALLED = ("site-packages", "dist-packages", sysconfig.get_path("stdlib"))
+_LOADER, _READS = "/torch/utils/data/dataloader.py", "/torch/utils/data/_utils/fetch.py"
+"""Frames of a rank that waits for its loader workers, and of a worker that is reading for it."""
 # Frames of torch in which a rank waits for the others: a collective, or the GPU that is in one.
 _WAITS = re.compile(r"/torch/(distributed|cuda)/")
 
@@ -40,7 +42,35 @@ Stack = list[Frame]
 
 
 def ask_for_stacks(attempt: AttemptDir, ranks: Mapping[int, Process]) -> dict[int, Stack]:
-    """The main threads' stacks, of the ranks that answer in time."""
+    """The main threads' stacks, of the ranks that answer in time; of one that waits for a loader worker, the worker's."""
+    stacks = _dumped(attempt, ranks)
+    return stacks | {
+        rank: reading
+        for rank, stack in stacks.items()
+        if _is_in(_LOADER, stack) and (reading := _reading(attempt, rank, ranks[rank]))
+    }
+
+
+def _reading(attempt: AttemptDir, rank: int, process: Process) -> Stack | None:
+    """Where the rank's first busy loader worker is. Workers write to the rank's log: one after the other."""
+    for worker in sorted(descendants(process), key=lambda worker: worker.pid):
+        stack = _dumped(attempt, {rank: worker}).get(rank, [])
+        if _is_in(_READS, stack):
+            return stack
+    return None
+
+
+def _is_in(file: str, stack: Stack) -> bool:
+    return any(frame.file.replace(os.sep, "/").endswith(file) for frame in stack)
+
+
+def is_of_worker(stack: Stack) -> bool:
+    """Whether it is a loader worker's, not the rank's own."""
+    return _is_in(_READS, stack)
+
+
+def _dumped(attempt: AttemptDir, ranks: Mapping[int, Process]) -> dict[int, Stack]:
+    """What these processes write to the logs of their ranks when they are asked."""
     before = {rank: _size(attempt.rank_log(rank)) for rank in ranks}
     for process in ranks.values():
         send(process, signal.SIGQUIT)

@@ -184,7 +184,7 @@ def _train(job: _Job, run: RunDir, options: Options) -> int:
         restart = Restart(attempt.path.name, verdict.failure, step, decision.wait_s, decision.max_micro_batch)
         if signals.name is None:
             say(restart.announce(decision))
-            signals.wait(decision.wait_s)
+            signals.wait(decision.wait_s, run.stop)
         if signals.name is not None:
             return _finish(stopped_between(signals.name, step, options.resume_command(run.name)), restarts)
         restarts.append(restart)

@@ -11,7 +11,7 @@ from configs.beat import BOUNDARY, EVALUATION, FINISHING, SAVING, STARTING, WAIT
 from configs.derive import counted
 from configs.run_dir import AttemptDir
 from launch.processes import Process, is_stopped
-from launch.stacks import DUMP_S, Stack, ask_for_stacks, own_frame, waits_for_others
+from launch.stacks import DUMP_S, Stack, ask_for_stacks, is_of_worker, own_frame, waits_for_others
 
 LOOK_S = 0.25
 LEAST_LIMIT_S, LIMIT_MEDIANS = 60.0, 20
@@ -143,7 +143,9 @@ def _where(scene: Scene, rank: int) -> str:
     stack = scene.stacks.get(rank)
     if scene.sights[rank].beat.phase == WAITING:
         return "with its own gradients computed"
-    return f"in {own_frame(stack).shown(scene.cwd)}" if stack else "and does not say where"
+    if not stack:
+        return "and does not say where"
+    return f"in {own_frame(stack).shown(scene.cwd)}{' of a loader worker' if is_of_worker(stack) else ''}"
 
 
 def _at(beat: Beat) -> str:

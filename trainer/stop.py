@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from configs.run_dir import STOP_SIGNALS
+from configs.run_dir import STOP_FILE, STOP_SIGNALS
 from trainer.peers import PeerError
 
 
@@ -48,7 +48,7 @@ class StopFlag:
         if now >= self._deadline:
             self.set("max_time_s")
         elif self._file is not None and self._file.exists():
-            self.set("the stop file")
+            self.set(STOP_FILE)
             with contextlib.suppress(OSError):  # a folder, or not ours to remove: it stops the next start, too
                 self._file.unlink()
         self._next_look = min(self._deadline, now + 1.0 if self._file is not None else math.inf)

@@ -61,7 +61,7 @@ def images_that_rank_1_waits_for(train: bool) -> Images:
 
 class FatalImages(RecordedImages):
     """Reading the sample FATAL of the training split, in a worker, does what FATAL_DOES says: a signal's name, raise,
-    exit, or open for files that stay open. With FATAL_STOPS the rank is asked to stop first."""
+    exit, hang, or open for files that stay open. With FATAL_STOPS the rank is asked to stop first."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == int(os.environ.get("FATAL", "-1")) and multiprocessing.parent_process():
@@ -75,6 +75,9 @@ class FatalImages(RecordedImages):
             raise ValueError("boom-731\nand more")
         if what == "exit":
             os._exit(7)
+        if what == "hang":
+            while True:
+                time.sleep(60)
         if what == "open":
             self.files = [open(os.devnull) for _ in range(10_000)]  # noqa: SIM115
         os.kill(os.getpid(), signal.Signals[what])

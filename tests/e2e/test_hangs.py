@@ -56,6 +56,15 @@ def test_a_rank_that_hangs_in_start_up(here: Place) -> None:
     assert re.search(said + r"\(waited \d+ s, 10 times launch\.hang_timeout_s\)$", failed.output, re.MULTILINE)
 
 
+def test_a_loader_worker_that_hangs_is_named_with_the_function_it_hangs_in(here: Place) -> None:
+    streamed = ("data.name=tests.dist.toys:fatal_images", "data.residency=stream", "data.num_workers=2")
+    fatal = {"FATAL": "40", "FATAL_DOES": "hang"}
+    failed = here.run("train", "tiny.yaml", *streamed, "launch.hang_timeout_s=2", "--run-name", "hung", code=1, **fatal)
+    said = r"^FAILED: rank 0 of 1 hangs .*: in \S+/toys\.py:\d+ act of a loader worker \(waited \d+ s, "
+    assert re.search(said, failed.output, re.MULTILINE), failed.output
+    assert here.living() == []
+
+
 def test_a_slow_rank_is_noted_and_told_at_the_end_and_the_run_goes_on(here: Place) -> None:
     fault = "faults=[{kind: slow, rank: 1, step: 8, seconds: 15}]"
     done = here.run("train", "tiny.yaml", fault, "--run-name", "slow", "--nproc", "2")

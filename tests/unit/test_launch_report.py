@@ -1,12 +1,12 @@
 """The last words on the screen, from fabricated outcome files."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from configs.beat import FORWARD, LAYOUT
 from configs.contract import Outcome, WorkerPlan
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
@@ -243,12 +243,9 @@ def test_signal_words() -> None:
     assert signal_words(-99) == "killed by signal 99"
 
 
-def logged(plan: LaunchPlan, *steps: int, resumed: int | None = None) -> None:
-    """What rank 0 has left of the attempt: where it began, and log points."""
-    run = RunDir(plan.attempt.path.parent.parent)
-    run.metrics.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
-    if resumed is not None:
-        plan.attempt.resumed.write_text(json.dumps({"checkpoint": None, "step": resumed}))
+def beat(plan: LaunchPlan, rank: int, step: int, first_step: int = 0) -> None:
+    """The last that was heard of a rank."""
+    plan.attempt.beat(rank).write_bytes(LAYOUT.pack(FORWARD, step, 9.0, 0.0, first_step, 1.0))
 
 
 def test_a_failure_is_handed_on_to_be_judged(tmp_path: Path) -> None:
@@ -266,28 +263,27 @@ def test_a_killed_rank_is_where_those_were_who_waited_for_it(tmp_path: Path) -> 
     assert judged(plan, died={1: 0.9}).failure == Failure(words, words, 1, 7)
 
 
-@pytest.mark.parametrize(
-    ("steps", "resumed", "step"), [((), None, None), ((5, 6), None, None), ((), 4, 4), ((5, 6), 4, 6), ((2,), 4, 4)]
-)
-def test_of_a_process_that_was_killed_the_last_log_point_is_known(
-    tmp_path: Path, steps: tuple[int, ...], resumed: int | None, step: int | None
+@pytest.mark.parametrize(("step", "first_step", "told"), [(6, 4, 6), (4, 4, 4), (0, -1, None)])
+def test_of_a_process_that_was_killed_its_last_beat_is_known(
+    tmp_path: Path, step: int, first_step: int, told: int | None
 ) -> None:
-    """Those of an earlier attempt do not count: they are there until this one has begun to train."""
     plan = plan_of(tmp_path, 1)
-    logged(plan, *steps, resumed=resumed)
-    failure = judged(plan, -9, died={0: 9.0}).failure
-    assert failure is not None
-    assert (failure.step, failure.is_at_least) == (step, step is not None)
+    beat(plan, 0, step, first_step)
+    verdict = judged(plan, -9, died={0: 9.0})
+    assert verdict.failure is not None
+    assert verdict.failure.step == told
+    assert (f" at step {told}: " in verdict.lines[0]) == (told is not None)
 
 
-def test_a_log_point_that_the_kill_cut_short_is_passed_over(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path, 1)
-    logged(plan, 5, resumed=4)
-    with RunDir(plan.attempt.path.parent.parent).metrics.open("a") as file:
-        file.write('{"step": 6')
-    failure = judged(plan, -9, died={0: 9.0}).failure
+def test_a_killed_rank_is_where_it_was_itself_not_where_others_got_to(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, 2)
+    plan.attempt.agent_log.write_text(AGENT_SUMMARY.format(code=-9))
+    beat(plan, 0, 8)
+    beat(plan, 1, 7)
+    outcome(plan, 0, "failed", exit_code=1, step=8, kind="peer", message="connection closed")
+    failure = judged(plan, died={1: 0.9}).failure
     assert failure is not None
-    assert failure.step == 5
+    assert failure.step == 7
 
 
 def test_a_mistake_in_the_code_of_a_silent_rank_is_known_by_its_class(tmp_path: Path) -> None:
