@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row
 from benchmarks.jobs import STEADY, batches_of, build_job, take_steps, tutorial_config
 from trainer.job import Job
+from trainer.snapshot import save
 
 OUT = ROOT / "benchmarks" / "out"
 ROUNDS = 15
@@ -47,7 +48,7 @@ def timed_save(job: Job) -> tuple[float, float]:
     """Seconds until training may go on, and until the checkpoint is published."""
     job.state.count(applied=True, num_samples=0)  # another step, another checkpoint, and an old one that goes
     start = time.perf_counter()
-    job.save(job, False)
+    save(job)
     stall = time.perf_counter() - start
     job.saver.settle()
     return stall, time.perf_counter() - start
@@ -59,7 +60,7 @@ def step_times(job: Job, rounds: int) -> dict[str, list[float]]:
 
     def block(*, saves: bool) -> float:
         if saves:
-            job.save(job, False)  # of another step each time
+            save(job)  # of another step each time
         start = time.perf_counter()
         take_steps(job, batches, STEPS)
         seconds = time.perf_counter() - start

@@ -71,7 +71,7 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     first = next((outcome for outcome in failed if outcome.kind != "peer"), None)
     # Not every victim's error is known to be one: what failed after a rank had died failed because of that.
     if first and first.time <= min(ending.died.values(), default=float("inf")):
-        return _failed(plan, first, pids, _others(ended, first.rank), hint)
+        return _failed(plan, failed, first, pids, hint)
     if plan.worker.launcher != "direct" and ending.child_code < 0 and ending.killed is None:
         line = f"FAILED: {plan.worker.launcher} was {signal_words(ending.child_code)}; its ranks ended with it"
         said = f"{plan.worker.launcher} was {signal_words(ending.child_code)}"
@@ -82,7 +82,7 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     if ending.killed in ("grace", "second Ctrl-C", "nothing to save") and len(ended) < len(outcomes):
         return _killed_while_stopping(plan, ending, hint)
     if failed:
-        return _failed(plan, failed[0], pids, [], hint)
+        return _failed(plan, failed, failed[0], pids, hint)
     if len(ended) < len(outcomes) or not ended:
         return _never_started(plan, ending) if not pids else _died(plan, ending, pids, ended, hint)
     if stopped := [outcome for outcome in ended if outcome.status == "stopped"]:
@@ -104,7 +104,13 @@ def problem_lines(error: LockstepError) -> list[str]:
     return [f"{error.kind}: {problem}" for problem in problems]
 
 
-def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequence[int], hint: list[str]) -> Verdict:
+def _failed(
+    plan: LaunchPlan, failed: Sequence[Outcome], first: Outcome, pids: dict[int, int], hint: list[str]
+) -> Verdict:
+    """`first` of those that failed is to blame."""
+    others = [] if first.kind == "peer" else _others(failed, first.rank)
+    alike = [outcome for outcome in failed if (outcome.kind, outcome.message) == (first.kind, first.message)]
+    agree = first.kind == TrainingError.kind and len(alike) == plan.worker.world_size > 1
     code = first.exit_code or EXIT_TRAINING
     kind, message = first.kind or "error", (first.message or "").strip()
     log = f"log: {shown(plan.attempt.rank_log(first.rank), plan.cwd)}"
@@ -117,7 +123,10 @@ def _failed(plan: LaunchPlan, first: Outcome, pids: dict[int, int], others: Sequ
         lines = [f"{kind}: {message} ({_rank(plan, first.rank, {})}{_at(first)})", log, *hint]
         return Verdict(code, lines, failure=failure)
     where = f" ({first.where})" if first.where and kind != TrainingError.kind else ""
-    lines = [f"FAILED: {_rank(plan, first.rank, pids)}{_at(first)}: {cause}{where}", *_because(others), log]
+    who = _rank(plan, first.rank, pids)
+    if agree:  # what the ranks found out together is nobody's own
+        who, others = f"all {plan.worker.world_size} ranks", []
+    lines = [f"FAILED: {who}{_at(first)}: {cause}{where}", *_because(others), log]
     return Verdict(code, lines + (_memory_hint(plan, first) or hint), failure=failure)
 
 

@@ -42,7 +42,7 @@ Stack = list[Frame]
 
 
 def ask_for_stacks(attempt: AttemptDir, ranks: Mapping[int, Process]) -> dict[int, Stack]:
-    """The main threads' stacks, of the ranks that answer in time; of one that waits for a loader worker, the worker's."""
+    """The main threads' stacks, of the ranks that answer in time; where one waits for a loader worker, the worker's."""
     stacks = _dumped(attempt, ranks)
     return stacks | {
         rank: reading

@@ -8,6 +8,7 @@ from configs.derive import counted
 from trainer.evaluate import EvalResult
 from trainer.job import Job
 from trainer.optim import averaged_tensors
+from trainer.snapshot import save
 
 SAVES_FIRST_STEP = ["cuda"]
 """Devices that run out of memory in the first step, if at all: a checkpoint after it is what a restart goes on from."""
@@ -39,7 +40,7 @@ def at_boundary(job: Job) -> bool:
         end_epoch(job)
     is_best = log_evaluation(job) if evaluates else False
     if saves or is_best:
-        job.save(job, is_best)
+        save(job, is_best=is_best)
         job.clock.last_save = time.monotonic()
     return True
 
@@ -87,6 +88,8 @@ def log_point(job: Job) -> None:
         metrics["perf/checkpoint_stall_s"] = stall_s - clock.stall_s
     if job.context.scaler is not None:
         metrics |= {"fp16/scale": job.fp16_scale(), "fp16/skipped": float(state.skipped)}
+    if job.guard.policy == "skip":
+        metrics["guard/dropped"] = float(state.dropped)
     job.tracker.log(state.step, metrics)
     state.logged_step = state.step
     clock.busy_s, clock.data_wait_s, clock.stall_s = busy_s, data_wait_s, stall_s

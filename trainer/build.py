@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from configs.beat import BOUNDARY, SAVING
 from configs.derive import BatchPlan
 from configs.errors import ConfigError
 from configs.schema import LossConfig, RunConfig
@@ -26,7 +25,6 @@ from trainer.losses import LOSSES
 from trainer.metrics import LossWindow
 from trainer.models import build_model, rank_bound_layers
 from trainer.optim import Ema, build_optimizer
-from trainer.outcome import stop_if_weights_bad
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.saving import Saver
 from trainer.shards import Shards
@@ -81,7 +79,6 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         console=console,
         stop=run.stop,
         account=run.account,
-        save=save,
         saver=saver,
         facts=facts,
         samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
@@ -176,16 +173,6 @@ def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, global
         "threads_per_rank": run.plan.threads_per_rank,
         "versions": summary.versions(),
     }
-
-
-def save(job: Job, is_best: bool) -> None:
-    """Have a checkpoint written; waits for the one before. Called by all ranks."""
-    job.account.enter(SAVING)
-    job.saver.settle()
-    stop_if_weights_bad(job)
-    job.tracker.flush()
-    job.saver.save(resume.snapshot(job), is_best=is_best, before=job.tracker.sync)
-    job.account.enter(BOUNDARY)
 
 
 def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:

@@ -44,6 +44,16 @@ class Faults:
         return pieces
 
 
+def unreached(faults: tuple[FaultConfig, ...], attempt: int, steps: range) -> list[str]:
+    """A note on each fault of any rank that this start, which made the updates after `steps`, did not come by."""
+    return [
+        f"note: faults: {fault.kind} of rank {fault.rank} at step {fault.step} did not happen: "
+        f"this start went from step {steps.start} to {steps.stop}"
+        for fault in faults
+        if fault.attempt in (None, attempt) and fault.step not in steps
+    ]
+
+
 def _nan(pieces: Pieces) -> Pieces:
     """The same batch with images that are not numbers."""
     return [(torch.full_like(images, torch.nan, dtype=torch.float32), labels) for images, labels in pieces]

@@ -84,8 +84,6 @@ class Job:
     account: Account
     window: LossWindow
     guard: Guard
-    save: Callable[["Job", bool], None]
-    """Has a checkpoint of this job written; the flag says that it is the best so far."""
     saver: Saver
     facts: dict[str, Any]
     """What its checkpoints say of the run; a resume compares some of it."""

@@ -16,6 +16,7 @@ from trainer.faults import Pieces
 from trainer.job import Job, Pending
 from trainer.optim import apply_update
 from trainer.outcome import agreed_by, bad_loss, must_settle, settle
+from trainer.snapshot import save
 
 
 def train(job: Job) -> bool:
@@ -40,7 +41,7 @@ def train(job: Job) -> bool:
 def stop_here(job: Job) -> bool:
     """Save with all that is due after the last update still to be done; the run is not finished."""
     job.state.boundary_pending = True
-    job.save(job, False)
+    save(job)
     return False
 
 
@@ -111,8 +112,8 @@ def own_signals(job: Job, signals: Tensor, loss: Tensor, loss_factor: float | No
     """What this rank has to tell the others with its gradients. `loss_factor` is without fp16's scale, which nobody
     takes from the signals."""
     per_loss = loss_factor if job.guard.is_on else None
-    stop, save = job.stop.is_set, job.wants_save()
-    return signal_values(signals, job.context.rank, loss, stop=stop, save=save, loss_factor=per_loss)
+    stop, saves = job.stop.is_set, job.wants_save()
+    return signal_values(signals, job.context.rank, loss, stop=stop, save=saves, loss_factor=per_loss)
 
 
 def reduce_shards(job: Job, batch: RankBatch, own_loss: Tensor | None, factor: Tensor) -> Tensor:

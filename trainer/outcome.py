@@ -2,14 +2,13 @@
 
 import math
 
-import torch
-
 from configs.errors import TrainingError
 from trainer.agreement import Agreed, agreed_from
 from trainer.boundary import saves_first_step
 from trainer.data.order import RankBatch
 from trainer.guard import BadBatchError
 from trainer.job import Job, Pending
+from trainer.snapshot import first_bad_parameter
 
 # A scale that was halved this often in a row will not recover: 65536 is 0.002 by then.
 MAX_SKIPPED_IN_A_ROW = 25
@@ -72,30 +71,15 @@ def agreed_by(job: Job, values: list[float], num_samples: int) -> Agreed:
 
 def bad_loss(job: Job, lr: float) -> TrainingError:
     """What all ranks raise when the loss of any was not finite, or a spike."""
+    precision = "" if job.context.precision == "no" else ", mixed_precision: no"
+    advice = f"use a lower optim.lr, optim.max_grad_norm{precision}, or nonfinite: skip or rollback"
     if not job.agreed.bad_ranks:
-        return TrainingError(f"stopped at step {job.state.step}: {job.guard.reason(job.agreed, job.state)} (lr {lr:g})")
+        reason = job.guard.reason(job.agreed, job.state)
+        return TrainingError(f"stopped at step {job.state.step}: {reason} (lr {lr:g}); {advice}")
     ranks = ", ".join(str(rank) for rank in job.agreed.bad_ranks)
     scale = "" if job.context.scaler is None else f", scale {job.fp16_scale():g}"
-    bad = _first_bad_parameter(job)
+    bad = first_bad_parameter(job)
     where = f"; first parameter that is not finite: {bad}" if bad else ""
     return TrainingError(
-        f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; "
-        "use a lower optim.lr, optim.max_grad_norm, or mixed_precision: bf16 or no"
+        f"the loss is not finite at step {job.state.step} on rank {ranks} (lr {lr:g}{scale}){where}; {advice}"
     )
-
-
-def stop_if_weights_bad(job: Job) -> None:
-    """Raise TrainingError rather than save weights that are not finite. They are equal on all ranks."""
-    # One pass without temporaries. A sum that is finite has no term that is not; one that is not may only be too large.
-    sums = torch.stack([parameter.detach().sum().isfinite() for parameter in job.model.parameters()])
-    bad = None if bool(sums.all()) else _first_bad_parameter(job)
-    if bad is None:
-        return
-    raise TrainingError(
-        f"the weights are not finite at step {job.state.step} (lr {job.lr():g}), first {bad}; "
-        "they are not saved, the last checkpoint stands; use a lower optim.lr or optim.max_grad_norm"
-    )
-
-
-def _first_bad_parameter(job: Job) -> str | None:
-    return next((name for name, tensor in job.model.named_parameters() if not bool(tensor.isfinite().all())), None)

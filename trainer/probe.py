@@ -16,9 +16,9 @@ from trainer.build import build
 from trainer.job import Job
 from trainer.loop import train_step
 from trainer.outcome import settle
-from trainer.resume import snapshot
 from trainer.run import Run
 from trainer.runtime import RunContext
+from trainer.snapshot import snapshot
 from trainer.stop import StopFlag
 
 

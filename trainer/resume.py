@@ -1,4 +1,4 @@
-"""From a job to a checkpoint and back: which tensor belongs where, and whether a checkpoint fits the run."""
+"""From a checkpoint back to a job: whether it fits the run, and which tensor belongs where. See snapshot.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,46 +13,24 @@ from configs.derive import counted
 from configs.errors import CheckpointError, ConfigError, EnvironmentProblem, LockstepError
 from configs.run_dir import step_name
 from trainer import checkpoint
-from trainer.account import that_counts
-from trainer.checkpoint import Loaded, Snapshot
+from trainer.checkpoint import Loaded
 from trainer.disk import in_one_sentence
 from trainer.job import Job
 from trainer.memory import told_if_out_of_memory
 from trainer.models import random_layers
 from trainer.optim import persistent_buffers
+from trainer.snapshot import WINDOW
 from trainer.state import TrainState
 from trainer.strangers import check_state
 
-_WINDOW = "window"
 MACHINE = ("world_size", "device", "gpu", "precision", "threads_per_rank")
 """Facts that a resume may change, at the price of the bits."""
-
-
-def snapshot(job: Job) -> Snapshot:
-    """All of `job` that a bit-identical continuation needs; its facts (versions, classes, ...) are kept beside it."""
-    parameters = dict(job.model.named_parameters())
-    shared = {"model": {name: p.detach() for name, p in parameters.items()}, "optimizer": _optimizer_tensors(job)}
-    own = {f"buffer/{name}": tensor for name, tensor in persistent_buffers(job.model).items()}
-    own[_WINDOW] = job.window.own()
-    if job.ema is not None:
-        shared["ema"] = {name: t for name, t in job.ema.tensors.items() if name in parameters}
-        own |= {f"ema/{name}": t for name, t in job.ema.tensors.items() if name not in parameters}
-    scaler = job.context.scaler
-    state = job.facts | {
-        "train_state": job.state.as_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
-        "wall_s": job.wall_s(),
-        "time": that_counts(job.time_before, job.account.by_kind()),
-        "grad_norm": None if job.grad_norm is None else float(job.grad_norm),
-        "metrics_bytes": job.tracker.size(),
-    }
-    return Snapshot(job.state.step, shared, own, state)
 
 
 def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
     _check_facts(loaded.state, job.facts, path)
-    own = checkpoint.merged_own(loaded, job.context.rank, job.context.world_size, summed=(_WINDOW,))
+    own = checkpoint.merged_own(loaded, job.context.rank, job.context.world_size, summed=(WINDOW,))
     parameters = dict(job.model.named_parameters())
     buffers = persistent_buffers(job.model)
     found = loaded.shared["model"] | {
@@ -62,7 +40,7 @@ def restore(job: Job, loaded: Loaded, path: Path) -> None:
     with torch.no_grad():
         for name, tensor in (parameters | buffers).items():
             tensor.copy_(found[name])
-        job.window.set(own[_WINDOW])
+        job.window.set(own[WINDOW])
         if job.ema is not None:
             averages = loaded.shared.get("ema", {}) | {
                 n.removeprefix("ema/"): t for n, t in own.items() if n.startswith("ema/")
@@ -100,16 +78,6 @@ def _check_facts(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None
 
 def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _optimizer_tensors(job: Job) -> dict[str, Tensor]:
-    """Optimizer state as `parameter/entry` to tensor."""
-    return {
-        f"{name}/{entry}": value
-        for name, parameter in job.model.named_parameters()
-        if parameter in job.optimizer.state
-        for entry, value in job.optimizer.state[parameter].items()
-    }
 
 
 def _load_optimizer(job: Job, tensors: dict[str, Tensor]) -> None:
@@ -190,13 +158,6 @@ def _some(names: list[str], most: int = 4) -> str:
     return ", ".join(names[:most]) + more
 
 
-def needed_space(job: Job) -> tuple[int, int]:
-    """Bytes of a checkpoint of all ranks, and of its largest file."""
-    now = snapshot(job)
-    files = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in (*now.shared.values(), now.own)]
-    return sum(files) + (job.context.world_size - 1) * files[-1], max(files)
-
-
 def _restore_from(job: Job, path: Path) -> Loaded:
     try:
         with told_if_out_of_memory(f"while {path} was read", "it takes host memory for all that was saved"):
@@ -260,12 +221,3 @@ def _choose_for_evaluation(folder: Path, which: str, say: Callable[[str], None])
     if newest is None:
         raise CheckpointError(f"{folder} has no valid checkpoint ({', '.join(there) or 'it is empty'}); train first")
     return newest.name
-
-
-def averaged_state(job: Job, evaluated: nn.Module) -> dict[str, Tensor]:
-    """The weights for other programs: plain names, statistics averaged, as the evaluator just used them."""
-    live = job.model.state_dict()
-    state = {
-        name: tensor if tensor.is_floating_point() else live[name] for name, tensor in evaluated.state_dict().items()
-    }
-    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in state.items()}

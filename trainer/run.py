@@ -15,12 +15,14 @@ from trainer.account import Account, earlier_attempts, straggler_lines, time_of_
 from trainer.boundary import evaluate
 from trainer.build import build
 from trainer.data import workers
+from trainer.faults import unreached
 from trainer.guard import BadBatchError
 from trainer.job import Job
 from trainer.loop import train
 from trainer.optim import averaged_tensors
 from trainer.rollback import roll_back
 from trainer.runtime import RunContext
+from trainer.snapshot import averaged_state, needed_space, save
 from trainer.stop import StopFlag
 from trainer.tracking import Tracker
 
@@ -67,7 +69,7 @@ class Run:
             job.tracker = self._tracker(job)
             write_atomically(self.attempt.resumed, json.dumps({"checkpoint": last, "step": job.state.step}))
         if last is None and job.config.nonfinite == "rollback":
-            job.save(job, False)  # something to go back to
+            save(job)  # something to go back to
         try:
             is_finished, result = self._train(job, commit)
         except BaseException:
@@ -85,7 +87,7 @@ class Run:
         """Before the first step: what the run is to hold at once fits, the best and the one being written included."""
         folder, most = self.run_dir.checkpoints, job.config.checkpoint.keep + 2
         more = max(1, most - len(checkpoint.step_folders(folder)))
-        each, largest = resume.needed_space(job)
+        each, largest = needed_space(job)
         why = f"{more} more checkpoints of {each:,} bytes, up to {most} at once"
         disk.check_space(folder, more * each, largest, why)
 
@@ -106,7 +108,7 @@ class Run:
                 if job.context.is_rank_zero:
                     job.tracker.close()
                     job.tracker = self._tracker(job)
-                job.save(job, False)  # a crash must not forget what is passed over, nor the budget
+                save(job)  # a crash must not forget what is passed over, nor the budget
         self.account.enter(SAVING)
         job.saver.settle()
         if not is_finished:
@@ -127,6 +129,9 @@ class Run:
             on_gpu = job.context.device.type != "cpu"
             lines = straggler_lines(ranks, on_gpu=on_gpu) if len(ranks) > 1 else []
             summary.report_result(job, self.run_dir, result, spent, lines)
+            steps = range(self.account.first_step, job.state.step)
+            for line in unreached(job.config.faults, self.attempt.number, steps):
+                job.console.line(line)
         return True, result
 
     def _watch_for_stops(self, context: RunContext) -> None:
@@ -142,7 +147,7 @@ class Run:
         """model.safetensors, complete or absent, for other programs."""
         aside = self.run_dir.weights.with_suffix(".tmp")
         try:
-            disk.write_tensors(aside, resume.averaged_state(job, job.evaluator.model))
+            disk.write_tensors(aside, averaged_state(job, job.evaluator.model))
             aside.replace(self.run_dir.weights)
             disk.sync(self.run_dir.path)
         finally:

@@ -74,6 +74,7 @@ def test_skip_leaves_the_batch_out_on_all_ranks(tmp_path: Path, world_size: int,
     (line,) = bad_batches(attempt)
     assert (line["what"], line["batch"], line["sample_ids"]) == ("dropped", BAD_STEP, ids_of(BAD_STEP))
     assert f"dropped the update on batch {BAD_STEP} at step {BAD_STEP}: the loss is not finite on rank" in attempt.log()
+    assert {value for step, value in attempt.metric("guard/dropped") if step > BAD_STEP} == {1.0}
 
 
 @pytest.mark.usefixtures("reading")

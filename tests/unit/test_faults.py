@@ -9,7 +9,7 @@ import torch
 
 from configs.run_dir import AttemptDir
 from configs.schema import FaultConfig
-from trainer.faults import Faults, Pieces
+from trainer.faults import Faults, Pieces, unreached
 
 PIECES: Pieces = [(torch.ones(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))]
 
@@ -68,3 +68,17 @@ def test_a_corrupted_checkpoint_differs_in_one_byte(tmp_path: Path, monkeypatch:
     assert [index for index in range(100) if changed[index] != index] == [50]
     assert (tmp_path / "step_00000001" / "large").read_bytes() == bytes(range(100))
     assert (tmp_path / "step_00000002" / "small").read_bytes() == b"a" * 10
+
+
+def test_a_fault_that_no_step_came_by_is_told() -> None:
+    given = (
+        FaultConfig(kind="nan", rank=1, step=7),
+        FaultConfig(kind="exit", step=3, attempt=1),
+        FaultConfig(kind="slow", step=9, attempt=None),
+        FaultConfig(kind="hang", step=4, attempt=2),
+    )
+    assert unreached(given[1:], 2, range(4, 10)) == []
+    assert unreached(given, 1, range(3, 7)) == [
+        "note: faults: nan of rank 1 at step 7 did not happen: this start went from step 3 to 7",
+        "note: faults: slow of rank 0 at step 9 did not happen: this start went from step 3 to 7",
+    ]
