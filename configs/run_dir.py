@@ -98,6 +98,11 @@ class AttemptDir:
         return self.path / "nccl-rank"
 
     @property
+    def verdict(self) -> Path:
+        """The first line of what the launcher said at its end."""
+        return self.path / "verdict.txt"
+
+    @property
     def ended(self) -> Path:
         """When the last process of the attempt was gone, in seconds since the epoch; written by the launcher."""
         return self.path / "ended"

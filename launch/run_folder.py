@@ -7,7 +7,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,11 @@ def settle_restart(restart: Restart, attempt: AttemptDir) -> Restart:
 
 def record_restart(restart: Restart, attempt: AttemptDir) -> None:
     write_atomically(attempt.restart, json.dumps(restart.facts(), indent=1))
+
+
+def record_verdict(attempt: AttemptDir, lines: Sequence[str]) -> None:
+    with contextlib.suppress(OSError):  # a full disk: the screen has it
+        write_atomically(attempt.verdict, "".join(f"{line}\n" for line in lines[:1]))
 
 
 def last_plan(run: RunDir) -> dict[str, Any]:

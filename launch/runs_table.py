@@ -9,7 +9,7 @@ from configs.run_dir import RUN_NAME, AttemptDir, RunDir
 from launch.run_folder import is_running, newest_step, read_json
 from launch.supervise import load_outcome
 
-COLUMNS = ("run", "status", "step", "top-1", "wall time")
+COLUMNS = ("run", "status", "step", "top-1", "wall time", "how it ended")
 
 
 def render_runs(runs: Path) -> str:
@@ -35,14 +35,17 @@ def _row_or_junk(run: RunDir) -> tuple[str, ...]:
     try:
         return _row(run)
     except Exception:  # whatever lies there, the other runs are to be seen
-        return run.name, "unreadable", "", "", ""
+        return run.name, "unreadable", "", "", "", ""
 
 
 def _row(run: RunDir) -> tuple[str, ...]:
     result = read_json(run.result)
     newest = newest_step(run)
     step = _step(result) or ("" if newest is None else str(newest))
-    return run.name, _status(run, result), step, _top1(result), _wall_time(result)
+    status, attempt = _status(run, result), _last_attempt(run)
+    said = attempt.verdict if attempt and status in ("failed", "killed") else None
+    why = said.read_text(encoding="utf-8", errors="replace").strip() if said and said.is_file() else ""
+    return run.name, status, step, _top1(result), _wall_time(result), why.removeprefix("FAILED: ")
 
 
 def _status(run: RunDir, result: Mapping[str, Any]) -> str:
@@ -50,12 +53,17 @@ def _status(run: RunDir, result: Mapping[str, Any]) -> str:
         return "running"
     if isinstance(result.get("status"), str):
         return str(result["status"])
+    attempt = _last_attempt(run)
+    if attempt is None:
+        return "not started"
+    statuses = {outcome.status for outcome in _outcomes(attempt)}
+    return next((status for status in ("failed", "stopped", "done") if status in statuses), "killed")
+
+
+def _last_attempt(run: RunDir) -> AttemptDir | None:
     attempts = run.path / "attempts"
     labels = sorted(path.name for path in attempts.iterdir() if path.name[:3].isdigit()) if attempts.is_dir() else []
-    if not labels:
-        return "not started"
-    statuses = {outcome.status for outcome in _outcomes(run.attempt(labels[-1]))}
-    return next((status for status in ("failed", "stopped", "done") if status in statuses), "killed")
+    return run.attempt(labels[-1]) if labels else None
 
 
 def _outcomes(attempt: AttemptDir) -> list[Outcome]:

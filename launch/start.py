@@ -159,6 +159,8 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
         if result is not None and not changed:
             _say_finished(run, job.loaded.config, result, options)
             return EXIT_DONE
+        if changed:
+            say(f"note: other settings than before: {'; '.join(changed)}")
         return _train(job, run, options)
 
 
@@ -168,6 +170,7 @@ def _train(job: _Job, run: RunDir, options: Options) -> int:
     while True:
         attempt = _open_attempt(job, run, options, restarts)
         plan, verdict = _attempt(job, run, attempt, options, signals, is_first=not restarts)
+        run_folder.record_verdict(attempt, verdict.lines)
         if restarts:
             restarts[-1] = run_folder.settle_restart(restarts[-1], attempt)
         if verdict.failure is None or plan.nnodes > 1:

@@ -221,9 +221,7 @@ def _join(plan: WorkerPlan, rank: int, world_size: int) -> None:
     if plan.store is None:
         dist.init_process_group(backend, timeout=timeout)
         return
-    # A restarted group must not read the addresses of the one before it.
-    path = f"{plan.store}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]  # torch's stubs do not name it
+    store = dist.FileStore(plan.store, world_size)  # type: ignore[attr-defined]  # torch's stubs do not name it
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -176,6 +176,7 @@ def test_the_table_of_runs_survives_junk(tmp_path: Path) -> None:
     attempt = run_folder.make_attempt(junk)
     attempt.outcome(0).write_text("[]")
     attempt.outcome(1).write_text('{"rank": 1}')
+    run_folder.record_verdict(attempt, ["FAILED: rank 0: boom", "log: nowhere"])
     (junk.checkpoints / "step_00000040").mkdir(parents=True)
     (junk.checkpoints / "step_what").mkdir()
     (tmp_path / "a file").write_text("")
@@ -183,7 +184,7 @@ def test_the_table_of_runs_survives_junk(tmp_path: Path) -> None:
     with run_folder.locked(started(tmp_path, "now-001")):
         rows = {line.split()[0]: line.split() for line in render_runs(tmp_path).splitlines()}
     assert rows["done-001"] == ["done-001", "finished", "1175", "99.45", "%", "91.2", "s"]
-    assert rows["junk-001"] == ["junk-001", "killed", "40"]
+    assert rows["junk-001"] == ["junk-001", "killed", "40", "rank", "0:", "boom"]
     assert rows["now-001"] == ["now-001", "running"]
     assert rows["empty"] == ["empty", "not", "started"]
     assert len(rows) == 5
