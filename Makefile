@@ -1,7 +1,7 @@
 # Everything that one does with Lockstep, by one word; `make` alone lists them. GNU Make 3.81 (macOS) or later.
 #
 #   CONFIG=configs/x.yaml   the preset to train            ARGS="optim.lr=0.1 max_epochs=3"   more arguments, quoted as in a shell
-#   NGPU=4                  processes (default: all GPUs)  LAUNCHER=torchrun|accelerate
+#   NGPU=4                  processes (default: all GPUs)  LAUNCHER=torchrun|accelerate|fork
 #   RUN=mnist-003           the run to resume or evaluate  WHAT=...                     the comparison to bench
 #
 #   PYTHON=python3.12       makes the .venv                VENV=/elsewhere   another place; VENV=none: the active environment as it is

@@ -33,7 +33,7 @@ class WorkerPlan:
 
     mode: Literal["train", "eval"]
     config: RunConfig
-    launcher: Literal["direct", "torchrun", "accelerate"]
+    launcher: Literal["direct", "torchrun", "accelerate", "fork"]
     device: Literal["cuda", "cpu", "mps"]
     world_size: int
     local_world_size: int

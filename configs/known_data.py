@@ -17,36 +17,48 @@ class KnownData:
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    classes: tuple[str, ...] | None = None
+    """None where the files themselves name them."""
 
     def is_complete(self, root: Path) -> bool:
         """Whether all that torchvision reads is there; prepare.py puts it there in one move."""
         return all((root / self.folder / name).is_file() for name in self.files)
 
 
-_IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+IDX_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_DIGITS = (
+    *("0 - zero", "1 - one", "2 - two", "3 - three", "4 - four"),
+    *("5 - five", "6 - six", "7 - seven", "8 - eight", "9 - nine"),
+)
+_CLOTHES = (
+    *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+    *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+)
 
 KNOWN_DATA = {
     "mnist": KnownData(
         torchvision_name="MNIST",
         folder="MNIST/raw",
-        files=_IDX,
+        files=IDX_FILES,
         num_train=60_000,
         num_eval=10_000,
         num_classes=10,
         shape=(1, 28, 28),
         mean=(0.1307,),
         std=(0.3081,),
+        classes=_DIGITS,
     ),
     "fashion_mnist": KnownData(
         torchvision_name="FashionMNIST",
         folder="FashionMNIST/raw",
-        files=_IDX,
+        files=IDX_FILES,
         num_train=60_000,
         num_eval=10_000,
         num_classes=10,
         shape=(1, 28, 28),
         mean=(0.2860,),
         std=(0.3530,),
+        classes=_CLOTHES,
     ),
     "cifar10": KnownData(
         torchvision_name="CIFAR10",

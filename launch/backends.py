@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 JOIN_TIMEOUT_S = 300
 """How long a node waits for the others."""
@@ -22,6 +23,11 @@ enable_cpu_affinity: false
 debug: false
 """
 
+Launcher = Literal["torchrun", "accelerate", "fork"]
+"""What may be asked for."""
+FORK_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Whether there is a GPU is asked without the driver, which does not survive a fork."""
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -36,6 +42,12 @@ class Rendezvous:
 def direct_command(python: str, worker: Sequence[str]) -> list[str]:
     """One process, without torchrun."""
     return [python, "-u", "-m", *worker]
+
+
+def fork_command(python: str, worker: Sequence[str]) -> list[str]:
+    """One node: a process that imports torch once and forks the ranks."""
+    module, *arguments = worker
+    return [python, "-u", "-m", f"{module}.fork", *arguments]
 
 
 def torchrun_command(python: str, worker: Sequence[str], *, nproc: int, meeting: Path, run_id: str) -> list[str]:

@@ -3,12 +3,13 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, Never
+from typing import Annotated, Never
 
 import typer
 
 from configs.errors import ConfigError, EnvironmentProblem, LockstepError
 from configs.schema import FaultKind
+from launch.backends import Launcher
 from launch.follow import say
 from launch.options import Options
 
@@ -20,7 +21,6 @@ app = typer.Typer(
     help="Train one model on 1 process, N GPUs or N nodes, by the same command and with the same results.",
 )
 
-Launcher = Literal["torchrun", "accelerate"]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="a YAML file, such as configs/mnist.yaml")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="name of a run, as `runs` lists it")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="settings, such as optim.lr=0.1")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.errors import ConfigError
-from launch.backends import Rendezvous
+from launch.backends import Launcher, Rendezvous
 
 ROOT = Path(__file__).resolve().parent.parent
 """The folder that holds configs/, launch/ and trainer/."""
@@ -22,7 +22,7 @@ class Options:
 
     overrides: Sequence[str] = ()
     nproc: str | None = None
-    launcher: Literal["torchrun", "accelerate"] | None = None
+    launcher: Launcher | None = None
     name: str | None = None
     fresh: bool = False
     allow_changes: bool = False

@@ -15,7 +15,7 @@ from configs.known_data import KNOWN_DATA
 from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
 from launch import backends
-from launch.backends import Rendezvous
+from launch.backends import Launcher, Rendezvous
 from launch.follow import shown
 from launch.topology import Topology
 
@@ -50,7 +50,7 @@ class Request:
     mode: Literal["train", "eval"] = "train"
     checkpoint: str = "best"
     nproc: int | Literal["auto"] = 1
-    launcher: Literal["torchrun", "accelerate"] = "torchrun"
+    launcher: Launcher = "torchrun"
     nodes: Rendezvous | None = None
     interface: str | None = None
     """Network interface towards the other nodes."""
@@ -96,8 +96,8 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
     nproc = plan_nproc(device, topology, request)
     nnodes = request.nodes.nnodes if request.nodes else 1
     _check_fits(config, device, nproc, nnodes, request)
-    backend: Literal["direct", "torchrun", "accelerate"] = request.launcher
-    if nproc * nnodes == 1 and request.launcher == "torchrun":
+    backend: Launcher | Literal["direct"] = request.launcher
+    if nproc * nnodes == 1 and request.launcher != "accelerate":
         backend = "direct"
     _check_faults(config, request.attempt, nproc * nnodes)
     threads, threads_note = plan_threads(config, topology, nproc, request.environ)
@@ -167,8 +167,8 @@ def plan_nproc(device: Device, topology: Topology, request: Request) -> int:
 def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, request: Request) -> None:
     """Raise one ConfigError with everything that does not fit together."""
     problems = []
-    if request.launcher == "accelerate" and nnodes > 1:
-        problems.append("--launcher accelerate is for one machine; use --launcher torchrun for several nodes")
+    if request.launcher != "torchrun" and nnodes > 1:
+        problems.append(f"--launcher {request.launcher} is for one machine; use --launcher torchrun for several nodes")
     elif request.launcher == "accelerate" and nproc > 1 and device != "cuda":
         problems.append(
             f"--launcher accelerate cannot run {nproc} processes on a CPU: Accelerate 1.15 starts one process there, "
@@ -227,6 +227,8 @@ def _command(worker: WorkerPlan, request: Request) -> list[str]:
     module = [request.worker, str(request.attempt.path)]
     if worker.launcher == "direct":
         return backends.direct_command(request.python, module)
+    if worker.launcher == "fork":
+        return backends.fork_command(request.python, module)
     if worker.launcher == "accelerate":
         config_file = request.attempt.path / "accelerate.yaml"
         return backends.accelerate_command(
@@ -254,7 +256,9 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if worker.launcher != "direct":
+    if worker.launcher == "fork":
+        environment |= backends.FORK_ENVIRONMENT
+    if worker.launcher in ("torchrun", "accelerate"):
         # A new group must not read the addresses of the one before it.
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # What torchrun gives the other ranks once one has ended. torch before 2.12 takes 30 s, and knows no option.

@@ -73,9 +73,9 @@ def conclude(plan: LaunchPlan, ending: Ending, resume_command: str) -> Verdict:
     if first and first.time <= min(ending.died.values(), default=float("inf")):
         return _failed(plan, failed, first, pids, hint)
     if plan.worker.launcher != "direct" and ending.child_code < 0 and ending.killed is None:
-        line = f"FAILED: {plan.worker.launcher} was {signal_words(ending.child_code)}; its ranks ended with it"
-        said = f"{plan.worker.launcher} was {signal_words(ending.child_code)}"
+        said = f"{_starter(plan)} was {signal_words(ending.child_code)}"
         failure = _failure(plan, ended, said, said)
+        line = f"FAILED: {said}; its ranks ended with it"
         return Verdict(EXIT_TRAINING, [line, f"log: {shown(attempt.agent_log, plan.cwd)}", *hint], failure=failure)
     if ending.died:
         return _died(plan, ending, pids, ended, hint)
@@ -170,7 +170,7 @@ def _died(plan: LaunchPlan, ending: Ending, pids: dict[int, int], ended: Sequenc
 def _never_started(plan: LaunchPlan, ending: Ending) -> Verdict:
     direct = plan.worker.launcher == "direct"
     log = plan.attempt.rank_log(0) if direct else plan.attempt.agent_log
-    who = "the process" if direct else plan.worker.launcher
+    who = _starter(plan)
     last = _last_error(log) or _last_line(log)
     lines = [f"FAILED: {who} ended before any rank had started: {signal_words(ending.child_code)}"]
     lines += [f"its last line: {last}"] if last else []
@@ -205,6 +205,12 @@ def _stopped(ending: Ending, stopped: Outcome, resume_command: str) -> Verdict:
     saved = f"checkpoint {stopped.checkpoint}; go on with: {resume_command}" if stopped.checkpoint else "no checkpoint"
     step = "" if stopped.step is None else f" at step {stopped.step}"
     return Verdict(exit_code_of(name), [f"stopped by {name}{step}; {saved}"], to_stderr=False)
+
+
+def _starter(plan: LaunchPlan) -> str:
+    """What the launcher started itself."""
+    names = {"direct": "the process", "fork": "the process that forks the ranks"}
+    return names.get(plan.worker.launcher, plan.worker.launcher)
 
 
 def _rank(plan: LaunchPlan, rank: int, pids: dict[int, int]) -> str:

@@ -80,7 +80,8 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
 def _resumed(name: str, options: Options) -> tuple[RunDir, Options, NameRequest]:
     run = run_folder.find_run(options.runs, name)
     before = run_folder.last_plan(run)
-    launcher = options.launcher or ("accelerate" if before.get("launcher") == "accelerate" else "torchrun")
+    launcher = options.launcher or before.get("launcher")
+    launcher = "torchrun" if launcher in (None, "direct") else launcher
     nproc = options.nproc if options.nproc is not None else str(before.get("local_world_size", 1))
     options = dataclasses.replace(options, launcher=launcher, nproc=nproc, name=run.name)
     return run, options, NameRequest(run.name, run.name)

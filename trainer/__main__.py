@@ -13,6 +13,7 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from configs.contract import OUT_OF_MEMORY, Outcome, WorkerPlan, write_atomically
 from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
@@ -141,9 +142,12 @@ def _plain_warning(
     return f"warning: {message}\n"
 
 
-if __name__ == "__main__":
-    code = main(AttemptDir(Path(sys.argv[1])))
+def leave(code: int) -> NoReturn:
+    """End this process. Interpreter shutdown with torch loaded takes up to a second, when everything is written."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Interpreter shutdown with torch loaded takes up to a second; everything is written and the group is left.
     os._exit(code)
+
+
+if __name__ == "__main__":
+    leave(main(AttemptDir(Path(sys.argv[1]))))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.known_data import KNOWN_DATA, KnownData
+from configs.known_data import IDX_FILES, KNOWN_DATA, KnownData
 from configs.schema import DataConfig
+from trainer.data.idx import read_idx
 
 
 class MapStyle(Protocol):
@@ -85,27 +86,40 @@ def _class_names(split: Any) -> tuple[str, ...] | None:
 
 
 def _load_known(known: KnownData, config: DataConfig, *, train: bool) -> tuple[TensorSplit, tuple[str, ...] | None]:
-    # torchvision takes 2 s to import; a run on a user's own tensors does not pay for it.
-    from torchvision import datasets
-
     place = Path(config.root).resolve() / known.folder
-    _check_hashes(getattr(datasets, known.torchvision_name), place, train=train)
+    read = _read_arrays if known.files == IDX_FILES else _read_pickles
     try:
-        data = getattr(datasets, known.torchvision_name)(config.root, train=train, download=False)
+        return read(known, config.root, train=train)
+    except EnvironmentProblem:
+        raise
     except Exception as error:  # files that are not there, or not what they are to be
         text = "".join(str(error).splitlines()[:1])
         raise EnvironmentProblem(
             f"{config.name} is not in {place}, or not as it was published: {text}; remove the folder to have it anew"
         ) from error
-    images = torch.as_tensor(data.data)
-    images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2).contiguous()
+
+
+def _read_arrays(known: KnownData, root: str, *, train: bool) -> tuple[TensorSplit, tuple[str, ...] | None]:
+    images, labels = (read_idx(Path(root) / known.folder / name) for name in IDX_FILES[0 if train else 2 :][:2])
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise ValueError(f"images of shape {tuple(images.shape)} and labels of shape {tuple(labels.shape)}")
+    return TensorSplit(images.unsqueeze(1), labels.long()), known.classes
+
+
+def _read_pickles(known: KnownData, root: str, *, train: bool) -> tuple[TensorSplit, tuple[str, ...] | None]:
+    from torchvision import datasets  # takes 2 s to import
+
+    source = getattr(datasets, known.torchvision_name)
+    _check_hashes(source, Path(root).resolve() / known.folder, train=train)
+    data = source(root, train=train, download=False)
+    images = torch.as_tensor(data.data).permute(0, 3, 1, 2).contiguous()
     return TensorSplit(images, torch.as_tensor(data.targets, dtype=torch.int64)), _class_names(data)
 
 
 def _check_hashes(source: Any, place: Path, *, train: bool) -> None:
     """CIFAR's files are pickles, which could run code: none is opened that is not, byte for byte, the published one.
 
-    torchvision looks at the hashes too; here they stand guard whatever its version does. MNIST's files are arrays.
+    torchvision looks at the hashes too; here they stand guard whatever its version does.
     """
     published = list(getattr(source, "train_list" if train else "test_list", ()))
     if meta := getattr(source, "meta", None):
