@@ -354,6 +354,11 @@ class RunConfig(Section):
         "same bits on any number of processes that divides it; 0 = off",
     )
     compile: bool = Field(default=False, description="torch.compile the network")
+    steps_per_execution: Count = Field(
+        default=1,
+        description="updates in one call of a compiled function: twice as fast for long jobs of small networks on one "
+        "process; only without buffers, dropout, ema and accumulation",
+    )
     sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
     init_from: str | None = Field(
         default=None, description="model.safetensors or a run folder to take weights from; nothing else"

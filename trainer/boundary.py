@@ -45,6 +45,16 @@ def at_boundary(job: Job) -> bool:
     return True
 
 
+def steps_until_due(job: Job) -> int:
+    """Updates on full batches before anything may be due again, the last of them included."""
+    state, config = job.state, job.config
+    intervals = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
+    left = [every - state.step % every for every in intervals if every is not None]
+    left.append(job.order.num_samples // job.order.global_batch_size - state.batch_in_epoch)
+    left += [] if config.max_steps is None else [config.max_steps - state.step]
+    return 1 if saves_first_step(job, state.step + 1) else min(left)
+
+
 def saves_first_step(job: Job, step: int) -> bool:
     """Whether `step` is the run's first and a checkpoint is due for that alone."""
     return step == 1 and job.context.device.type in SAVES_FIRST_STEP

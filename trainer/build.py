@@ -24,6 +24,7 @@ from trainer.job import Job
 from trainer.losses import LOSSES
 from trainer.metrics import LossWindow
 from trainer.models import build_model, rank_bound_layers
+from trainer.multistep import check_multistep
 from trainer.optim import Ema, build_optimizer
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.saving import Saver
@@ -88,6 +89,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         window=LossWindow(context),
         guard=Guard(config, model, run.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
     )
+    if config.steps_per_execution > 1:
+        check_multistep(job)
     return job, summary.plan_screen(job, run.plan, batch, reason) + notes
 
 

@@ -14,6 +14,7 @@ from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
 from trainer.faults import Pieces
 from trainer.job import Job, Pending
+from trainer.multistep import MultiStep
 from trainer.optim import apply_update
 from trainer.outcome import agreed_by, bad_loss, must_settle, settle
 from trainer.snapshot import save
@@ -27,9 +28,12 @@ def train(job: Job) -> bool:
     if job.signals is not None and not job.is_finished():
         settle_buckets(job)
     job.module.train()
-    batches = job.source.training(job.order.batches(state.epoch, state.batch_in_epoch))
+    order = job.order.batches(state.epoch, state.batch_in_epoch)
+    batches = job.source.training(order)
+    multistep = MultiStep(job) if job.config.steps_per_execution > 1 else None
     while not job.is_finished():
-        take_step(job, batches)
+        if multistep is None or not multistep.take(job, order):
+            take_step(job, batches)
         if job.pending is not None:
             continue
         stops = job.agreed.stop and not job.is_at_end()
@@ -104,7 +108,8 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             raise bad_loss(job, job.lr())
         on_host = found[0] if signals is None and flag is None else None
     if not batch.is_dummy and (job.shards is None or context.is_rank_zero):
-        job.window.add(loss if flag is None else torch.where(flag > 0, 0.0, loss), on_host)
+        on_device = loss if flag is None else torch.where(flag > 0, 0.0, loss)
+        job.window.add(on_device if on_host is None else on_host)
     update(job, batch.size, outcome, flag)
 
 

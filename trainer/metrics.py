@@ -14,12 +14,12 @@ class LossWindow:
         self._on_device = torch.zeros((), dtype=context.widest_dtype, device=context.device)
         self._on_host = 0.0
 
-    def add(self, loss: Tensor, value: float | None) -> None:
-        """Add a summed loss; `value` is the same number where the host has it already, which saves a kernel."""
-        if value is None:
-            self._on_device += loss
+    def add(self, loss: Tensor | float) -> None:
+        """Add a summed loss; as a number where the host has it already, which saves a kernel."""
+        if isinstance(loss, float):
+            self._on_host += loss
         else:
-            self._on_host += value
+            self._on_device += loss
 
     def reduce(self) -> float:
         """The sum over all ranks, which start anew from zero. One collective; waits for the device."""
