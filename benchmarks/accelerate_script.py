@@ -6,7 +6,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from torchvision import datasets, transforms
 
-from benchmarks.synthetic import MarkedNet
+from benchmarks.marked_net import MarkedNet
 
 
 def main():

@@ -2,18 +2,19 @@
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row, run_python
-from benchmarks.synthetic import MARK
+from benchmarks.marked_net import MARKS, read_marks
 from configs.schema import DataConfig
 from trainer.prepare import prepare_data
 
 ROUNDS = 7
 LOCKSTEP, ACCELERATE = "Lockstep", "Accelerate script"
-SETTINGS = ("model.name=benchmarks.synthetic:MarkedNet", "model.args={}", "loss.name=cross_entropy")
+MARKED_TUTORIAL = ("-m", "launch", "train", "configs/tutorial.yaml", "model.name=benchmarks.marked_net:MarkedNet")
+MARKED_TUTORIAL += ("model.args={}", "loss.name=cross_entropy")
 LENGTH = ("max_epochs=null", "max_steps=2")
 
 
@@ -22,7 +23,7 @@ def measure(rounds: int | None = None) -> list[Row]:
     prepare_data(DataConfig(root=str(ROOT / "data")))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        lockstep = ["-m", "launch", "train", "configs/tutorial.yaml", *SETTINGS, *LENGTH, "--runs-dir", name]
+        lockstep = [*MARKED_TUTORIAL, *LENGTH, "--runs-dir", name]
         variants: dict[str, Callable[[], float]] = {
             LOCKSTEP: partial(first_step_s, lockstep, folder),
             ACCELERATE: partial(first_step_s, ["-m", "benchmarks.accelerate_script"], folder),
@@ -33,11 +34,11 @@ def measure(rounds: int | None = None) -> list[Row]:
     return [ratio_row("startup/first-step", measured, LOCKSTEP, ACCELERATE, "s", Target("<=", 1.1))]
 
 
-def first_step_s(arguments: list[str], folder: Path) -> float:
-    """Run the command to its end; returns the seconds from its start to the mark of its model."""
-    mark = folder / "mark"
+def first_step_s(arguments: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> float:
+    """Run the command to its end; returns the seconds from its start to the end of its model's first step."""
+    marks = folder / "marks"
     start = time.time()
-    run_python(arguments, {MARK: str(mark)})
-    seconds = float(mark.read_text(encoding="ascii")) - start
-    mark.unlink()
+    run_python(arguments, {MARKS: str(marks)} | (environment or {}))
+    seconds = read_marks(marks)[2] - start
+    marks.unlink()
     return seconds
