@@ -113,10 +113,13 @@ class Evaluator:
         with context.autocast():
             logits = self.model(images)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-        return self.loss_sum(logits, labels), torch.stack(
-            [ranked[:, 0].sum(), ranked.sum(), torch.tensor(len(labels), device=labels.device)]
-        )
+        return self.loss_sum(logits, labels), count_correct(logits, labels)
+
+
+def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of logits (N, classes) and labels (N,): int64 [top-1 correct, top-5 correct, samples]."""
+    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
+    return torch.stack([ranked[:, 0].sum(), ranked.sum(), torch.tensor(len(labels), device=labels.device)])
 
 
 @torch.no_grad()
