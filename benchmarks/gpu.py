@@ -1,4 +1,4 @@
-"""Images/s of the real job on one GPU, in fp32, bf16 and fp16. Skips, with the reason, where there is none."""
+"""Images/s of the real job on one GPU, in fp32, bf16 and fp16; where there is none, the row says why."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Row, in_turn, ratio_row, run_python, skipped
+from benchmarks.harness import Row, in_turn, not_measured, ratio_row, run_python
 from launch.topology import detect_topology
 
 ROUNDS = 3
@@ -26,7 +26,7 @@ def measure(rounds: int | None = None) -> list[Row]:
     """Each precision in processes of its own, since Accelerate keeps the first one for good."""
     reason = detect_topology(os.environ).gpu_reason
     if reason is not None:
-        return [skipped("gpu", f"torch would see no GPU here: {reason}")]
+        return [not_measured("gpu", f"torch would see no GPU here: {reason}")]
     return [row for model in MODELS for row in measure_model(model, "cuda", rounds or ROUNDS)]
 
 

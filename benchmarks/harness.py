@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("torch", "torchvision", "accelerate", "tensorboard")
 # Load per core, before we start, from which on the figures are not to be trusted.
 BUSY = 0.25
+# Distance of a ratio's quartiles, as a share of its median, from which on we say so.
+WIDE = 0.15
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Target:
         return ratio >= self.value if self.sense == ">=" else ratio <= self.value
 
     def show(self) -> str:
-        return f"{self.sense} {self.value:g}"
+        return f"{self.sense} {self.value:.3g}"
 
 
 @dataclass(frozen=True)
@@ -88,28 +90,32 @@ def ratio_row(
     versus: str,
     unit: str,
     target: Target | None = None,
+    limit: Target | None = None,
 ) -> Row:
-    """The median of the ratios subject/versus of each pair, beside both medians."""
-    pairs = list(zip(measured[subject], measured[versus], strict=True))
-    ratio = spread([ours / theirs for ours, theirs in pairs])
+    """The median of the ratios subject/versus of each pair, beside both medians.
+    `target` is for the ratio; `limit`, instead of it, for the subject's own median in `unit`."""
+    ours = spread(measured[subject])
+    ratio = spread([ours / theirs for ours, theirs in zip(measured[subject], measured[versus], strict=True)])
+    goal, reached = (limit, ours.median) if limit else (target, ratio.median)
     return Row(
         key=key,
-        subject=f"{subject}: {spread(measured[subject]).show()} {unit}",
+        subject=f"{subject}: {ours.show()} {unit}",
         versus=f"{versus}: {spread(measured[versus]).show()} {unit}",
         result=ratio.show(),
         value=ratio.median,
-        target=target.show() if target else "",
-        is_met=target.is_met_by(ratio.median) if target else None,
-        pairs=len(pairs),
+        target=f"{goal.show()} {unit if limit else ''}".strip() if goal else "",
+        is_met=goal.is_met_by(reached) if goal else None,
+        pairs=ratio.count,
         details={
-            "unit": unit, "ratio": asdict(ratio), subject: list(measured[subject]), versus: list(measured[versus])
+            "unit": unit, "ratio": asdict(ratio), "target": target.value if target else None,
+            subject: list(measured[subject]), versus: list(measured[versus]),
         },
     )  # fmt: skip
 
 
-def skipped(key: str, reason: str) -> Row:
+def not_measured(key: str, reason: str) -> Row:
     """A row for what cannot be measured here."""
-    return Row(key, "", "", f"skipped: {reason}")
+    return Row(key, "", "", f"not measured: {reason}")
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -145,17 +151,35 @@ def header(machine: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """What to know of the figures, after the fact: which of them spread widely, and whether the machine alone does."""
+    ratios = {row.key: Spread(**row.details["ratio"]) for row in rows if "ratio" in row.details}
+    lines = []
+    if single := [key for key, ratio in ratios.items() if ratio.count == 1]:
+        lines.append(f"WARNING: one pair each, so nothing is known of the spread: {', '.join(single)}")
+    wide = {key: ratio for key, ratio in ratios.items() if ratio.high - ratio.low > WIDE * ratio.median}
+    for key, ratio in wide.items():
+        what = "a loop against itself: the machine alone" if key.endswith("/noise") else "take more rounds"
+        lines.append(f"WARNING: {key} spreads by more than {WIDE:.0%} of its median, {ratio.show()}; {what}")
+    return lines
+
+
 def save(path: Path, machine: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Everything measured, as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 
-def run_python(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Run this Python in the project's folder; returns what it printed.
-    Raises with the end of its output if it fails."""
+def run_python(
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
+    expected: int = 0,
+) -> str:
+    """Run this Python, or another, in the project's folder; returns what it printed, its errors last.
+    Raises with the end of that unless it ends with `expected`."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=ROOT,
         env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
@@ -163,11 +187,10 @@ def run_python(arguments: Sequence[str], environment: Mapping[str, str] | None =
         text=True,
         check=False,
     )
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{' '.join(arguments)} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
-        )
-    return done.stdout
+    output = done.stdout + done.stderr
+    if done.returncode != expected:
+        raise RuntimeError(f"{' '.join(arguments)} ended with {done.returncode}:\n{output[-3000:]}")
+    return output
 
 
 def _short(value: float) -> str:
