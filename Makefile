@@ -14,8 +14,8 @@ ifneq ($(filter-out $(settings) MAKEFLAGS MAKEOVERRIDES -*-%,$(typed)),)
 $(error unknown: $(filter-out $(settings) MAKEFLAGS MAKEOVERRIDES -*-%,$(typed)); settings of the training go in ARGS="max_epochs=3")
 endif
 .NOTPARALLEL:
-.PHONY: help setup train-single train-multigpu resume eval plan tensorboard smoke test test-gpu lint check bench bench-gpu clean \
-	run-given
+.PHONY: help setup train-single train-multigpu resume eval plan tensorboard smoke test test-gpu lint check bench bench-check \
+	bench-gpu clean run-given
 
 CONFIG ?= configs/mnist.yaml
 LAUNCHER ?= torchrun
@@ -96,6 +96,9 @@ check: lint test ## What CI runs: lint and test
 
 bench: setup ## Compare the speed with that of others, WHAT=... for one of the comparisons
 	$(PY) -m benchmarks $(value WHAT) $(args)
+
+bench-check: setup ## Fail where a ratio is worse than benchmarks/expected.json tolerates; WHAT=...
+	$(PY) -m benchmarks --check $(value WHAT) $(args)
 
 bench-gpu: setup ## The comparisons that need a GPU
 	$(PY) -m benchmarks gpu $(args)

@@ -1,41 +1,69 @@
-"""`python -m benchmarks [WHAT ...]`: run the comparisons, print one table, write it as JSON to benchmarks/out/.
+"""`python -m benchmarks [WHAT ...]`: run the comparisons, print one table, write it to benchmarks/out/ as JSON and as a
+picture.
 
-A target that is missed is said in the table and is no failure: exit 0 means that everything was measured.
+A target that is missed is said in the table and is no failure: exit 0 means that everything was measured. With --check,
+exit 1 means that something is worse than benchmarks/expected.json tolerates.
 """
 
 import argparse
 import importlib
 import sys
+from collections.abc import Mapping
 
-from benchmarks.harness import ROOT, Row, describe_machine, header, save, table
+from benchmarks.check import load_expected, regressions
+from benchmarks.harness import ROOT, Row, describe_machine, header, remarks, save, table
+from benchmarks.picture import draw
 
 # Each is a module here with `measure(rounds: int | None) -> list[Row]`; None = its own number of rounds.
-DEFAULT = ("tutorial", "ddp", "startup", "checkpoint", "shards", "accuracy")
-ALL = (*DEFAULT, "gpu")
+DEFAULT = ("tutorial", "ddp", "startup", "ranks", "exit", "cli", "checkpoint", "shards", "accuracy")
+# Those that install peers, take a quarter of an hour, or need a GPU.
+ASKED_FOR = ("frameworks", "metrics", "mnist", "gpu")
+ALL = (*DEFAULT, *ASKED_FOR)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compare Lockstep's speed, side by side.")
     parser.add_argument("what", nargs="*", help=f"any of {', '.join(ALL)}; default: {' '.join(DEFAULT)}")
     parser.add_argument("--rounds", type=int, help="how often each variant is measured, instead of the usual number")
+    parser.add_argument("--check", action="store_true", help="compare with the ratios kept in benchmarks/expected.json")
     args = parser.parse_args(arguments)
     unknown = [name for name in args.what if name not in ALL]
     if unknown or (args.rounds is not None and args.rounds < 1):
         wrong = f"there is no comparison {unknown[0]!r}; there are {', '.join(ALL)}" if unknown else "--rounds is >= 1"
         print(f"benchmarks: {wrong}", file=sys.stderr)
         return 2
-    names = list(dict.fromkeys(args.what)) or list(DEFAULT)
+    names = list(dict.fromkeys(args.what))
+    if args.check:
+        return check(names, args.rounds)
+    run(dict.fromkeys(names or DEFAULT, args.rounds), "-".join(names) or "all")
+    return 0
+
+
+def check(names: list[str], rounds: int | None) -> int:
+    """Run what expected.json names, or `names` of it; tell what has got worse."""
+    expected = load_expected()
+    expected = expected.only(names or list(expected.comparisons))
+    rows = run({name: rounds or usual for name, usual in expected.comparisons.items()}, "check")
+    sentences = regressions(rows, expected)
+    print("\n" + "\n".join(sentences or [f"{len(expected.rows)} ratios are as expected."]))
+    return 1 if sentences else 0
+
+
+def run(comparisons: Mapping[str, int | None], title: str) -> list[Row]:
+    """Measure, each in so many rounds; print the table; write benchmarks/out/TITLE.json and .svg."""
     machine = describe_machine()
     print(header(machine), flush=True)
     rows: list[Row] = []
-    for name in names:
+    for name, rounds in comparisons.items():
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        rows += importlib.import_module(f"benchmarks.{name}").measure(args.rounds)
-    print(f"\n{table(rows)}")
-    path = ROOT / "benchmarks" / "out" / f"{'-'.join(names) if args.what else 'all'}.json"
+        rows += importlib.import_module(f"benchmarks.{name}").measure(rounds)
+    print("\n".join(["", table(rows), "", *remarks(rows)]))
+    path = ROOT / "benchmarks" / "out" / f"{title}.json"
     save(path, machine, rows)
-    print(f"\nall values: {path.relative_to(ROOT)}")
-    return 0
+    picture = path.with_suffix(".svg")
+    picture.write_text(draw(rows, f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}"), encoding="utf-8")
+    print(f"all values: {path.relative_to(ROOT)}, as a picture: {picture.relative_to(ROOT)}")
+    return rows
 
 
 if __name__ == "__main__":

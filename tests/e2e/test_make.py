@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = ("configs", "launch", "trainer", "tests", "benchmarks")
 TARGETS = {
     *("help", "setup", "train-single", "train-multigpu", "resume", "eval", "plan", "tensorboard", "smoke"),
-    *("test", "test-gpu", "lint", "check", "bench", "bench-gpu", "clean"),
+    *("test", "test-gpu", "lint", "check", "bench", "bench-check", "bench-gpu", "clean"),
 }
 MARKER = ".venv/.lockstep-setup"
 
@@ -162,6 +162,7 @@ def test_each_target_runs_its_command(run: Callable[..., list[list[str]]]) -> No
     assert run("test", "ARGS=-k 'a or b'") == [["-m", "pytest", "-k", "a or b"]]
     assert run("test-gpu") == [["-m", "pytest", "-m", "gpu", "-rs"]]
     assert run("bench", "WHAT=tutorial") == [["-m", "benchmarks", "tutorial"]]
+    assert run("bench-check") == [["-m", "benchmarks", "--check"]]
     assert run("bench-gpu") == [["-m", "benchmarks", "gpu"]]
     lint = [["-m", "ruff", "check", *OURS], ["-m", "ruff", "format", "--check", *OURS], ["-m", "mypy"]]
     assert run("lint") == lint

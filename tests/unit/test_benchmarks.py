@@ -10,8 +10,9 @@ import torch
 from benchmarks import __main__ as command
 from benchmarks import gpu, harness
 from benchmarks.accuracy import difference_row
-from benchmarks.harness import Row, Target, in_turn, ratio_row, skipped, spread, table
-from benchmarks.synthetic import MARK, MarkedNet, images
+from benchmarks.harness import Row, Target, in_turn, not_measured, ratio_row, spread, table
+from benchmarks.marked_net import MARKED, MARKS, MarkedNet, read_marks
+from benchmarks.synthetic import images
 
 MACHINE = {"date": "today", "cpu": "a CPU", "cores": 2, "python": "3", "versions": {"torch": "2"}}
 
@@ -48,11 +49,19 @@ def test_a_target_has_a_direction(sense: str, met: bool) -> None:
     assert f"| {sense} 1.1 | {'yes' if met else '**no**'} |" in table([row])
 
 
+@pytest.mark.parametrize(("seconds", "met"), [(0.2, True), (0.4, False)])
+def test_a_limit_is_for_the_time_itself_whatever_the_ratio(seconds: float, met: bool) -> None:
+    row = ratio_row("w/x", {"a": [seconds], "b": [0.1]}, "a", "b", "s", limit=Target("<=", 0.3))
+    assert (row.target, row.is_met) == ("<= 0.3 s", met)
+    assert row.value == pytest.approx(seconds / 0.1)
+
+
 def test_the_table_is_markdown() -> None:
-    lines = table([ratio_row("w/x", {"a": [1.0], "b": [2.0]}, "a", "b", "s"), skipped("w/y", "no GPU")]).splitlines()
+    row = ratio_row("w/x", {"a": [1.0], "b": [2.0]}, "a", "b", "s")
+    lines = table([row, not_measured("w/y", "no GPU")]).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert set(lines[1]) == set("| -")
-    assert "skipped: no GPU" in lines[3]
+    assert "not measured: no GPU" in lines[3]
 
 
 def test_a_busy_machine_is_said() -> None:
@@ -113,17 +122,30 @@ def test_a_command_that_fails_shows_its_output() -> None:
         harness.run_python(["-c", "raise SystemExit('no such thing')"])
 
 
-def test_the_mark_is_set_when_the_first_training_step_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mark = tmp_path / "mark"
-    monkeypatch.setenv(MARK, str(mark))
+def test_the_clock_notes_when_training_passes_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = tmp_path / "marks"
+    monkeypatch.setenv(MARKS, str(marks))
+    monkeypatch.setenv(MARKED, "2,4")
     net, batch = MarkedNet(), torch.zeros(2, 1, 28, 28)
     net.eval()
     net(batch), net(batch)
     net.train()
     net(batch)
-    assert not mark.exists()
-    net(batch)
-    assert float(mark.read_text()) > 0
+    assert not marks.exists()
+    net(batch), net(batch)
+    assert read_marks(marks).keys() == {2}
+    net(batch), net(batch)
+    times = read_marks(marks)
+    assert times.keys() == {2, 4}
+    assert 0 < times[2] <= times[4]
+
+
+def test_the_clock_is_that_of_rank_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARKS, str(tmp_path / "marks"))
+    monkeypatch.setenv("RANK", "1")
+    net = MarkedNet()
+    net(torch.zeros(2, 1, 28, 28)), net(torch.zeros(2, 1, 28, 28))
+    assert not (tmp_path / "marks").exists()
 
 
 def test_synthetic_images_are_the_same_each_time() -> None:
