@@ -43,6 +43,9 @@ def check(names: list[str], rounds: int | None) -> int:
     """Run what expected.json names, or `names` of it; tell what has got worse."""
     expected = load_expected()
     expected = expected.only(names or list(expected.comparisons))
+    if unkept := expected.unkept():
+        print(f"benchmarks: benchmarks/expected.json keeps no ratio of {', '.join(unkept)}", file=sys.stderr)
+        return 2
     rows = run({name: rounds or usual for name, usual in expected.comparisons.items()}, "check")
     sentences = regressions(rows, expected)
     print("\n" + "\n".join(sentences or [f"{len(expected.rows)} ratios are as expected."]))

@@ -75,7 +75,7 @@ def difference_row(
         result=f"{100 * difference:+.3f} points, standard error {100 * error:.3f}",
         value=difference,
         target=f"within {errors} standard errors",
-        is_met=abs(difference) <= errors * error,
+        is_met=abs(difference) <= errors * error if math.isfinite(error) else None,
         pairs=len(ours),
         details={LOCKSTEP: list(ours), versus: list(theirs), "standard_error": error},
     )

@@ -40,6 +40,11 @@ class Expected:
         rounds = {name: self.comparisons.get(name) for name in names}
         return Expected(rounds, {key: row for key, row in self.rows.items() if key.partition("/")[0] in rounds})
 
+    def unkept(self) -> list[str]:
+        """Comparisons that nothing is kept of, so that they could not fail."""
+        kept = {key.partition("/")[0] for key in self.rows}
+        return [name for name in self.comparisons if name not in kept]
+
 
 def load_expected(path: Path = EXPECTED) -> Expected:
     content = json.loads(path.read_text(encoding="utf-8"))

@@ -60,7 +60,7 @@ def test_what_was_not_measured_does_not_pass() -> None:
 def test_the_kept_ratios_are_of_comparisons_that_the_check_runs() -> None:
     expected = check.load_expected()
     assert expected.comparisons.keys() <= set(command.ALL)
-    assert {key.partition("/")[0] for key in expected.rows} <= expected.comparisons.keys()
+    assert {key.partition("/")[0] for key in expected.rows} == expected.comparisons.keys()
     assert all(row.better in ("higher", "lower") and row.tolerance > 0 for row in expected.rows.values())
 
 
@@ -79,6 +79,14 @@ def test_the_check_ends_with_1_where_something_got_worse(
     assert rounds == [2]
     assert ("gpu/x has the ratio 0.5, below 0.9" in capsys.readouterr().out) is bool(code)
     assert (tmp_path / "benchmarks/out/check.json").exists()
+
+
+def test_a_check_of_what_has_no_kept_ratio_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "load_expected", lambda: Expected({"gpu": None}, {}))
+    assert command.main(["--check"]) == 2
+    assert capsys.readouterr().err == "benchmarks: benchmarks/expected.json keeps no ratio of gpu\n"
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
