@@ -69,7 +69,8 @@ class Evaluator:
         copy_other_buffers(self.trained, self.model, context)
         batches = self._batches()
         mine = self._share_of(context, len(batches))
-        counts = torch.zeros(3, dtype=torch.int64, device=context.device)
+        hits = torch.zeros(min(5, self.num_classes), dtype=torch.int64, device=context.device)
+        seen = 0
         # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
         # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
@@ -79,18 +80,20 @@ class Evaluator:
             for turn in range(self._num_turns(context, len(batches))):
                 alive()
                 if turn < len(mine):
-                    losses[mine[turn]], correct = self._score(context, *next(loaded))
-                    counts += correct
+                    images, labels = next(loaded)
+                    losses[mine[turn]], correct = self._score(context, images, labels)
+                    hits += correct
+                    seen += len(labels)
                 if stop is not None and context.any_rank(stop.is_set):
                     return None
         context.all_reduce_sum(losses)
-        top1, top5, count = context.all_reduce_sum(counts).tolist()
+        *by_place, count = context.all_reduce_sum(torch.cat([hits, hits.new_tensor([seen])])).tolist()
         if count != len(self.source):
             raise TrainingError(
                 f"evaluated {count} of {len(self.source)} samples; the ranks do not see the same data set"
             )
         loss = float(losses.cpu().double().sum()) / count
-        return EvalResult(loss, top1 / count, top5 / count if self.num_classes > 5 else None, count)
+        return EvalResult(loss, by_place[0] / count, sum(by_place) / count if self.num_classes > 5 else None, count)
 
     def _num_turns(self, context: RunContext, num_batches: int) -> int:
         """Batches of the rank that has the most: all ranks take as many turns."""
@@ -106,20 +109,20 @@ class Evaluator:
         return list(range(context.rank, num_batches, context.world_size))
 
     def _score(self, context: RunContext, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss, and int64 [top-1 correct, top-5 correct, samples]."""
+        """Summed loss, and what correct_by_place() counts."""
         images = self.preprocess.normalise(images)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with context.autocast():
             logits = self.model(images)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return self.loss_sum(logits, labels), count_correct(logits, labels)
+        return self.loss_sum(logits, labels), correct_by_place(logits, labels, min(5, self.num_classes))
 
 
-def count_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """Of logits (N, classes) and labels (N,): int64 [top-1 correct, top-5 correct, samples]."""
-    ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
-    return torch.stack([ranked[:, 0].sum(), ranked.sum(), torch.tensor(len(labels), device=labels.device)])
+def correct_by_place(logits: Tensor, labels: Tensor, places: int) -> Tensor:
+    """Of logits (N, classes) and labels (N,): how many samples have their class in first place, in second, ...;
+    int64 of shape (places,)."""
+    return (logits.topk(places, dim=1).indices == labels[:, None]).sum(0)
 
 
 @torch.no_grad()
