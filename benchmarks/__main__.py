@@ -16,8 +16,8 @@ from benchmarks.picture import draw
 
 # Each is a module here with `measure(rounds: int | None) -> list[Row]`; None = its own number of rounds.
 DEFAULT = ("tutorial", "ddp", "startup", "ranks", "exit", "cli", "checkpoint", "shards", "accuracy")
-# Those that install peers, take a quarter of an hour, or need a GPU.
-ASKED_FOR = ("frameworks", "metrics", "mnist", "gpu")
+# Those that install peers, need a compiler or a GPU, or take a quarter of an hour.
+ASKED_FOR = ("frameworks", "metrics", "mnist", "unrolled", "gpu")
 ALL = (*DEFAULT, *ASKED_FOR)
 
 
