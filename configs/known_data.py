@@ -25,6 +25,9 @@ class KnownData:
 
 _IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 
+IMAGE_FOLDER = "imagefolder"
+"""The name of a data set that is a folder of images for each class; everything else about it is in the folder."""
+
 KNOWN_DATA = {
     "mnist": KnownData(
         torchvision_name="MNIST",

@@ -147,6 +147,11 @@ class RunDir:
         return self.path / "micro_batch.json"
 
     @property
+    def classes(self) -> Path:
+        """The names of the classes, a list whose item i is class i of `weights`; not there where nobody named them."""
+        return self.path / "classes.json"
+
+    @property
     def weights(self) -> Path:
         """The finished run's weights with plain names, those that "best" was judged on."""
         return self.path / "model.safetensors"

@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from configs.known_data import KNOWN_DATA
+from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
 
 FP32_SPELLINGS = ("no", "off", "false", "fp32", "none")
 BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet")
 
 # Two spellings of one thing: exactly one of the first, at most one of the second.
 ONE_OF = (("max_epochs", "max_steps"), ("global_batch_size", "per_device_batch_size"))
+OF_IMAGE_FOLDERS = ("val_fraction",)
+"""Settings of `data` that have no meaning for other data sets."""
 AT_MOST_ONE_OF = (("schedule.warmup_steps", "schedule.warmup_epochs"),)
 
 
@@ -56,7 +58,7 @@ def _known_or_own(name: str, known: Iterable[str], also: str) -> str:
 
 
 def _data_name(name: str) -> str:
-    return _known_or_own(name, KNOWN_DATA, "or module:callable")
+    return _known_or_own(name, (*KNOWN_DATA, IMAGE_FOLDER), "or module:callable")
 
 
 def _model_name(name: str) -> str:
@@ -68,6 +70,7 @@ def _model_name(name: str) -> str:
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -96,9 +99,13 @@ class DataConfig(Section):
 
     name: Annotated[str, AfterValidator(_data_name)] = Field(
         default="mnist",
-        description="mnist, fashion_mnist, cifar10, cifar100, or module:callable (train: bool) -> Dataset",
+        description="mnist, fashion_mnist, cifar10, cifar100, imagefolder, or module:callable (train: bool) -> Dataset",
     )
-    root: str = Field(default="data", description="folder of the data sets, relative to where the command is run")
+    root: str = Field(
+        default="data",
+        description="folder of the data sets, relative to where the command is run; for imagefolder the one that holds "
+        "train/ and val/, with a folder of images for each class in both",
+    )
     mirror: str | None = Field(
         default=None, description="URL to download the data set's files from, instead of its own site"
     )
@@ -109,6 +116,11 @@ class DataConfig(Section):
     num_classes: Count | None = Field(
         default=None, description="classes of a module:callable data set; known for the built-in ones"
     )
+    val_fraction: OpenFraction | None = Field(
+        default=None,
+        description="imagefolder: data.root holds the classes itself, and this share of each is kept for evaluation, "
+        "chosen by a hash of the file's path",
+    )
     mean: PerChannel | None = Field(
         default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
     )
@@ -116,6 +128,13 @@ class DataConfig(Section):
         default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
     )
     augment: AugmentConfig = AugmentConfig()
+
+    @model_validator(mode="after")
+    def _for_image_folders(self) -> Self:
+        given = [name for name in OF_IMAGE_FOLDERS if getattr(self, name) != type(self).model_fields[name].default]
+        if given and self.name != IMAGE_FOLDER:
+            raise ValueError(f"{', '.join(given)}: only for name: {IMAGE_FOLDER}, and name is {self.name}")
+        return self
 
     @model_validator(mode="after")
     def _mean_and_std(self) -> Self:

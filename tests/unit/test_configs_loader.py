@@ -248,7 +248,7 @@ BAD_VALUES = [
     (
         "data.name",
         "minst",
-        "'minst' is unknown (expected one of mnist, fashion_mnist, cifar10, cifar100, or module:callable); "
+        "'minst' is unknown (expected one of mnist, fashion_mnist, cifar10, cifar100, imagefolder, or module:callable); "
         "did you mean 'mnist'?",
     ),
     (

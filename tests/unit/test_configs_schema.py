@@ -155,3 +155,10 @@ def test_virtual_shards_are_a_power_of_two_and_no_sync_batchnorm() -> None:
     refused("6 is not a power of two; use 4 or 8", virtual_shards=6)
     refused("virtual_shards and sync_batchnorm", virtual_shards=2, sync_batchnorm=True)
     assert [config(virtual_shards=number).virtual_shards for number in (0, 1, 2, 64)] == [0, 1, 2, 64]
+
+
+def test_settings_of_image_folders_are_for_them_alone() -> None:
+    refused("val_fraction: only for name: imagefolder, and name is mnist", data={"val_fraction": 0.1})
+    for fraction in (0.0, 1.0):
+        refused("val_fraction", data={"name": "imagefolder", "val_fraction": fraction})
+    assert config(data={"name": "imagefolder", "val_fraction": 0.1}).data.val_fraction == 0.1

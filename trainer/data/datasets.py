@@ -3,17 +3,20 @@
 import hashlib
 import importlib
 import sys
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.known_data import KNOWN_DATA, KnownData
+from configs.known_data import IMAGE_FOLDER, KNOWN_DATA, KnownData
 from configs.schema import DataConfig
+from trainer.data.folder import load_splits
+from trainer.data.images import ImageSplit
 
 
 class MapStyle(Protocol):
@@ -52,10 +55,17 @@ class Data:
     classes: tuple[str, ...] | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
+    files: dict[str, str] | None = None
+    """Fingerprint of each split's files, where they lie in folders."""
+    notes: tuple[str, ...] = ()
+    """Lines for the console."""
 
 
-def load_data(config: DataConfig) -> Data:
-    """Read both splits. Nothing is downloaded here: prepare.py did, before any rank started."""
+def load_data(config: DataConfig, alive: Callable[[], None] = lambda: None) -> Data:
+    """Read both splits; `alive` is called while a folder is looked through. Nothing is downloaded here: prepare.py did,
+    before any rank started."""
+    if config.name == IMAGE_FOLDER:
+        return _load_folder(config, alive)
     known = KNOWN_DATA.get(config.name)
     if known is not None:
         train, classes = _load_known(known, config, train=True)
@@ -77,6 +87,23 @@ def load_data(config: DataConfig) -> Data:
     if classes and len(classes) != num_classes:
         raise ConfigError(f"data.num_classes is {num_classes} but {config.name} has {len(classes)} classes")
     return Data(train, evaluation, num_classes, classes, config.mean, config.std)
+
+
+def _load_folder(config: DataConfig, alive: Callable[[], None]) -> Data:
+    splits = load_splits(config, alive)
+    num_classes = len(splits.classes)
+    if config.num_classes not in (None, num_classes):
+        raise ConfigError(f"data.num_classes is {config.num_classes} but {config.root} has {num_classes} classes")
+    return Data(
+        ImageSplit(splits.train),
+        ImageSplit(splits.evaluation),
+        num_classes,
+        splits.classes,
+        config.mean,
+        config.std,
+        {"train": splits.train.fingerprint, "eval": splits.evaluation.fingerprint},
+        splits.notes,
+    )
 
 
 def _class_names(split: Any) -> tuple[str, ...] | None:
@@ -124,7 +151,7 @@ def load_callable(name: str, key: str) -> Any:
     """`module:callable` to the object. Raises ConfigError naming `key` if it cannot be found."""
     module_name, separator, attribute = name.partition(":")
     if not separator:
-        known = ", ".join(KNOWN_DATA) if key == "data.name" else "see the documentation"
+        known = ", ".join([*KNOWN_DATA, IMAGE_FOLDER]) if key == "data.name" else "see the documentation"
         raise ConfigError(f"{key}: {name!r} is neither a known name ({known}) nor module:callable")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -144,10 +171,5 @@ def as_image_tensor(image: Any) -> Tensor:
     (H, W) or (H, W, C), others unchanged."""
     if isinstance(image, Tensor):
         return image if image.ndim == 3 else image.unsqueeze(0)
-    if hasattr(image, "getbands"):
-        from torchvision.transforms.v2.functional import pil_to_tensor
-
-        tensor: Tensor = pil_to_tensor(image)
-        return tensor
-    array = torch.as_tensor(image)
+    array = torch.as_tensor(np.array(image) if hasattr(image, "getbands") else image)
     return array.unsqueeze(0) if array.ndim == 2 else array.permute(2, 0, 1).contiguous()

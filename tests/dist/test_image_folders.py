@@ -1,0 +1,100 @@
+"""Training from a folder of images: classes, what changes under a run, and which file is which sample."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema import RunConfig
+from tests.dist.harness import finished, run, tiny_config
+from tests.folders import make, plain
+from trainer.data import folder
+
+
+def config(root: Path, workers: int = 0, data: dict[str, Any] | None = None, **more: Any) -> RunConfig:
+    data = {"name": "imagefolder", "root": str(root), "num_workers": workers} | (data or {})
+    return tiny_config(data=data, **more)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_classes_have_one_number_in_both_splits(tmp_path: Path, world_size: int) -> None:
+    # Every image to evaluate is one to train on, and val has no class b: only a number by itself would be wrong.
+    root = make(tmp_path / "images", train__a=4, train__b=4, train__c=4, val__a=4, val__c=4)
+    attempt = finished(tmp_path / "run", config(root, max_epochs=15), world_size)
+    assert attempt.result()["metrics"]["eval/top1"] == 1.0
+    assert json.loads(attempt.run_dir.classes.read_text()) == ["a", "b", "c"]
+    assert attempt.checkpoint().state["classes"] == ["a", "b", "c"]
+    assert "note: 1 of 3 classes have no image to evaluate: b" in attempt.log()
+
+
+def test_a_strange_class_stops_the_run_before_its_first_step(tmp_path: Path) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=1, val__zebra=1)
+    attempt = run(tmp_path / "run", config(root), 2)
+    assert attempt.statuses == [2, 2]
+    outcome = attempt.outcome()
+    assert (outcome.kind, outcome.step) == ("config error", None)
+    assert f"{root}/val has class 'zebra', of which {root}/train has no image" in (outcome.message or "")
+    assert not attempt.run_dir.checkpoints.exists()
+
+
+def test_a_class_more_is_refused_on_resume(tmp_path: Path) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=1)
+    finished(tmp_path / "run", config(root))
+    plain(root / "train" / "c" / "0.png", (1, 2, 3))
+    attempt = run(tmp_path / "run", config(root, max_epochs=4), allow_changes=True)
+    assert attempt.statuses == [2]
+    assert "the class list changed: ['a', 'b'] -> ['a', 'b', 'c']" in (attempt.outcome().message or "")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_changed_files_are_refused_on_resume_unless_allowed(tmp_path: Path, split: str) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=2)
+    finished(tmp_path / "run", config(root))
+    with (root / split / "a" / "00.png").open("ab") as file:
+        file.write(b"\0")
+    more = config(root, max_epochs=3)
+    attempt = run(tmp_path / "run", more)
+    assert attempt.statuses == [2]
+    name = {"train": "train", "val": "eval"}[split]
+    message = attempt.outcome().message or ""
+    assert f"names or sizes of the files in {root} changed since it was saved ({name} split)" in message
+    assert "--allow-changes" in message
+    assert finished(tmp_path / "run", more, mode="eval").outcome().status == "done"
+    attempt = finished(tmp_path / "run", more, allow_changes=True)
+    assert attempt.result()["epoch"] == 3
+    # From here on it is the new files that are those of the run.
+    assert finished(tmp_path / "run", config(root, max_epochs=4)).result()["epoch"] == 4
+
+
+def test_a_moved_folder_is_the_same(tmp_path: Path) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=1)
+    finished(tmp_path / "run", config(root))
+    root.rename(tmp_path / "elsewhere")
+    attempt = finished(tmp_path / "run", config(tmp_path / "elsewhere", max_epochs=3))
+    assert attempt.result()["epoch"] == 3
+
+
+def test_a_split_by_hash_trains(tmp_path: Path) -> None:
+    root = make(tmp_path / "images", a=12, b=12)
+    attempt = finished(tmp_path / "run", config(root, data={"val_fraction": 0.25}, max_epochs=1))
+    facts = attempt.checkpoint().state
+    assert facts["num_train"] + facts["num_eval"] == 24
+    assert facts["num_eval"] >= 1
+
+
+def test_ranks_that_see_other_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=1)
+    scan = folder.scan
+
+    def scan_of_another_disk(path: Path, *more: Any) -> folder.Found:
+        found = scan(path, *more)
+        if os.environ.get("RANK") == "1":
+            found.entries[b"a"][0] = folder.Entry(b"a/00.png", 7)
+        return found
+
+    monkeypatch.setattr(folder, "scan", scan_of_another_disk)
+    attempt = run(tmp_path / "run", config(root), 2)
+    assert attempt.statuses == [2, 2]
+    assert "the ranks see different data sets: files: " in (attempt.outcome().message or "")
