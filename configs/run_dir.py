@@ -142,6 +142,11 @@ class RunDir:
         return self.path / "bad_batches.jsonl"
 
     @property
+    def bad_images(self) -> Path:
+        """A line with the path of each image that could not be decoded, under data.on_bad_image: skip."""
+        return self.path / "bad_images.txt"
+
+    @property
     def micro_batch(self) -> Path:
         """How many samples a forward pass may have, once more ran out of memory; to be deleted by who knows better."""
         return self.path / "micro_batch.json"

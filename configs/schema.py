@@ -16,7 +16,7 @@ BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet")
 
 # Two spellings of one thing: exactly one of the first, at most one of the second.
 ONE_OF = (("max_epochs", "max_steps"), ("global_batch_size", "per_device_batch_size"))
-OF_IMAGE_FOLDERS = ("val_fraction",)
+OF_IMAGE_FOLDERS = ("val_fraction", "channels", "on_bad_image", "max_bad_images")
 """Settings of `data` that have no meaning for other data sets."""
 AT_MOST_ONE_OF = (("schedule.warmup_steps", "schedule.warmup_epochs"),)
 
@@ -121,6 +121,15 @@ class DataConfig(Section):
         description="imagefolder: data.root holds the classes itself, and this share of each is kept for evaluation, "
         "chosen by a hash of the file's path",
     )
+    channels: Literal[1, 3] = Field(default=3, description="imagefolder: 3 reads images as RGB, 1 as grey")
+    on_bad_image: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="imagefolder, when an image cannot be decoded: fail, naming it; or take the next one that can be, "
+        "and list it in bad_images.txt",
+    )
+    max_bad_images: CountOrZero = Field(
+        default=100, description="on_bad_image: skip gives up when it is more than these"
+    )
     mean: PerChannel | None = Field(
         default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
     )
@@ -134,6 +143,8 @@ class DataConfig(Section):
         given = [name for name in OF_IMAGE_FOLDERS if getattr(self, name) != type(self).model_fields[name].default]
         if given and self.name != IMAGE_FOLDER:
             raise ValueError(f"{', '.join(given)}: only for name: {IMAGE_FOLDER}, and name is {self.name}")
+        if self.name == IMAGE_FOLDER and self.mean is not None and len(self.mean) not in (1, self.channels):
+            raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")
         return self
 
     @model_validator(mode="after")
@@ -445,6 +456,8 @@ FREE_ON_RESUME = (
     "data.mirror",
     "data.residency",
     "data.num_workers",
+    "data.on_bad_image",
+    "data.max_bad_images",
     "eval.mode",
     "max_time_s",
     "nonfinite",

@@ -42,7 +42,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     config, device = run.plan.config, context.device
     check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
     batch = run.plan.batches
-    data = context.together(lambda: load_data(config.data, run.account.beat))
+    data = context.together(lambda: load_data(config.data, run.run_dir.bad_images, run.account.beat))
     run.account.beat()
     shape = image_shape(data)
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}

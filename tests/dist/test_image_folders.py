@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from configs.schema import RunConfig
 from tests.dist.harness import finished, run, tiny_config
+from tests.dist.test_resume import assert_same_ending
 from tests.folders import make, plain
 from trainer.data import folder
 
@@ -82,6 +84,63 @@ def test_a_split_by_hash_trains(tmp_path: Path) -> None:
     facts = attempt.checkpoint().state
     assert facts["num_train"] + facts["num_eval"] == 24
     assert facts["num_eval"] >= 1
+
+
+BAD = {"a/01.jpg": 1, "a/03.png": 3, "b/02.png": 8}
+"""The paths of images that cannot be decoded, and their indices."""
+
+
+def with_bad_ones(root: Path) -> Path:
+    """Twelve images to train on, of which one is a JPEG cut to half, one empty, and one a text."""
+    make(root, train__a=6, train__b=6, val__a=2, val__b=2)
+    (root / "train/a/01.png").unlink()
+    cut, empty, text = (root / "train" / name for name in BAD)
+    Image.effect_noise((64, 64), 60).convert("RGB").save(cut)
+    cut.write_bytes(cut.read_bytes()[: cut.stat().st_size // 2])
+    empty.write_bytes(b"")
+    text.write_text("I am a picture\n")
+    return root
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (2, 0), (2, 2)])
+def test_a_bad_image_stops_the_run_with_its_path(tmp_path: Path, world_size: int, workers: int) -> None:
+    root = with_bad_ones(tmp_path / "images")
+    attempt = run(tmp_path / "run", config(root, workers), world_size)
+    failed = [outcome for outcome in attempt.outcomes if outcome is not None and outcome.kind != "peer"]
+    assert [outcome.exit_code for outcome in failed] == [1] * len(failed)
+    numbers = {str(root / "train" / name): number for name, number in BAD.items()}
+    for outcome in failed:
+        path = (outcome.message or "").partition(" (")[0]
+        assert f"{path} (sample {numbers[path]} of the training split) cannot be decoded: " in (outcome.message or "")
+    assert failed
+
+
+@pytest.mark.parametrize(("world_size", "workers"), [(1, 0), (1, 2), (2, 2), (4, 0)])
+def test_bad_images_are_replaced_and_listed(tmp_path: Path, world_size: int, workers: int) -> None:
+    root = with_bad_ones(tmp_path / "images")
+    attempt = finished(tmp_path / "run", config(root, workers, {"on_bad_image": "skip"}, max_epochs=3), world_size)
+    bad = [str(root / "train" / name) for name in BAD]
+    assert sorted(attempt.run_dir.bad_images.read_text().splitlines()) == bad
+    assert attempt.result()["step"] == 3 * 2  # twelve images in batches of eight
+    logs = "".join(attempt.log(rank) for rank in range(world_size))
+    assert [logs.count(f"bad image  {path}: ") for path in bad] == [1, 1, 1]
+    assert "bad images      3 had others in their place" in attempt.log()
+    # The same by hand: each is a copy of the next.
+    by_hand = with_bad_ones(tmp_path / "by-hand")
+    for name, after in zip(BAD, ("a/02.png", "a/04.png", "b/03.png"), strict=True):
+        (by_hand / "train" / name).write_bytes((by_hand / "train" / after).read_bytes())
+    expected = finished(tmp_path / "expected", config(by_hand, max_epochs=3), world_size)
+    assert_same_ending(attempt, expected)
+    assert not expected.run_dir.bad_images.exists()
+
+
+def test_more_bad_images_than_allowed_stop_the_run(tmp_path: Path) -> None:
+    root = with_bad_ones(tmp_path / "images")
+    data = {"on_bad_image": "skip", "max_bad_images": 2}
+    attempt = run(tmp_path / "run", config(root, 2, data), 2)
+    assert 1 in attempt.statuses
+    messages = [outcome.message or "" for outcome in attempt.outcomes if outcome and outcome.kind == "training error"]
+    assert any("3 images cannot be decoded and data.max_bad_images is 2" in message for message in messages)
 
 
 def test_ranks_that_see_other_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,3 +162,11 @@ def test_settings_of_image_folders_are_for_them_alone() -> None:
     for fraction in (0.0, 1.0):
         refused("val_fraction", data={"name": "imagefolder", "val_fraction": fraction})
     assert config(data={"name": "imagefolder", "val_fraction": 0.1}).data.val_fraction == 0.1
+
+
+def test_mean_and_std_fit_the_channels_of_an_image_folder() -> None:
+    grey = {"name": "imagefolder", "channels": 1, "mean": [0.5], "std": [0.5]}
+    assert config(data=grey).data.channels == 1
+    three = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    assert config(data={"name": "imagefolder"} | three).data.channels == 3
+    refused("mean has 3 channels and the images have channels: 1", data=grey | three)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from configs.errors import ConfigError, EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem, TrainingError
 from configs.schema import DataConfig
 from tests.folders import make, plain
 from trainer.data.datasets import load_data
@@ -194,3 +194,52 @@ def test_the_fingerprint_is_that_of_names_and_sizes(tmp_path: Path) -> None:
     assert (changed["train"] != before["train"], changed["eval"] == before["eval"]) == (True, True)
     (tmp_path / "train/a/00.png").rename(tmp_path / "train/a/01.png")
     assert (fingerprints() or {})["train"] != changed["train"]
+
+
+def test_the_next_image_that_can_be_read_takes_the_place_of_a_bad_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(tmp_path, train__a=3, train__b=3, val__a=1)
+    for name in ("a/01", "b/01", "b/02"):
+        (tmp_path / "train" / f"{name}.png").write_bytes(b"")
+    log = tmp_path / "bad.txt"
+    split = load_data(config(tmp_path, on_bad_image="skip"), log).train
+    found = [(tuple(image[:, 0, 0].tolist()), label) for image, label in (split[index] for index in range(6))]
+    first, third, fourth = ((250, 10, 10), 0), ((248, 8, 8), 0), ((10, 250, 10), 1)
+    # After the last comes the first.
+    assert found == [first, third, third, fourth, first, first]
+    bad = [str(tmp_path / "train" / name) for name in ("a/01.png", "b/01.png", "b/02.png")]
+    assert log.read_text().splitlines() == bad
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"bad image  {bad[0]}: it is no image that can be read; in its place {tmp_path}/train/a/02.png"
+    )
+    # Another process of the run lists none of them twice, and counts them all.
+    other = load_data(config(tmp_path, on_bad_image="skip", max_bad_images=2), log).train
+    with pytest.raises(TrainingError, match=rf"3 images cannot be decoded and data.max_bad_images is 2; .* in {log}"):
+        other[4]
+    assert log.read_text().splitlines() == bad
+    assert capsys.readouterr().out == ""
+
+
+def test_a_split_of_bad_images_ends(tmp_path: Path) -> None:
+    make(tmp_path, train__a=1, train__b=1, val__a=1)
+    (tmp_path / "val/a/00.png").write_bytes(b"")
+    split = load_data(config(tmp_path, on_bad_image="skip"), tmp_path / "bad.txt").evaluation
+    with pytest.raises(TrainingError, match="none of the 1 images of the evaluation split can be decoded"):
+        split[0]
+
+
+def test_what_the_system_refuses_is_no_bad_image(tmp_path: Path) -> None:
+    make(tmp_path, train__a=2, train__b=1, val__a=1)
+    split = load_data(config(tmp_path, on_bad_image="skip"), tmp_path / "bad.txt").train
+    (tmp_path / "train/a/00.png").unlink()
+    with pytest.raises(EnvironmentProblem, match=r"cannot read .*/train/a/00.png: No such file or directory"):
+        split[0]
+    assert not (tmp_path / "bad.txt").exists()
+
+
+def test_grey_images_have_one_channel(tmp_path: Path) -> None:
+    make(tmp_path, train__a=1, train__b=1, val__a=1)
+    image, _ = load_data(config(tmp_path, channels=1)).train[0]
+    assert image.shape == (1, 8, 8)
+    assert image.unique().tolist() == [round(0.299 * 250 + 0.587 * 10 + 0.114 * 10)]

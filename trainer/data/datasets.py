@@ -15,6 +15,7 @@ from torch import Tensor
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import IMAGE_FOLDER, KNOWN_DATA, KnownData
 from configs.schema import DataConfig
+from trainer.data.bad_images import BadImages
 from trainer.data.folder import load_splits
 from trainer.data.images import ImageSplit
 
@@ -61,11 +62,15 @@ class Data:
     """Lines for the console."""
 
 
-def load_data(config: DataConfig, alive: Callable[[], None] = lambda: None) -> Data:
-    """Read both splits; `alive` is called while a folder is looked through. Nothing is downloaded here: prepare.py did,
-    before any rank started."""
+def load_data(
+    config: DataConfig, bad_images: Path = Path("bad_images.txt"), alive: Callable[[], None] = lambda: None
+) -> Data:
+    """Read both splits. Nothing is downloaded here: prepare.py did, before any rank started.
+
+    `bad_images` is where images that cannot be decoded are listed; `alive` is called while a folder is looked through.
+    """
     if config.name == IMAGE_FOLDER:
-        return _load_folder(config, alive)
+        return _load_folder(config, bad_images, alive)
     known = KNOWN_DATA.get(config.name)
     if known is not None:
         train, classes = _load_known(known, config, train=True)
@@ -89,14 +94,15 @@ def load_data(config: DataConfig, alive: Callable[[], None] = lambda: None) -> D
     return Data(train, evaluation, num_classes, classes, config.mean, config.std)
 
 
-def _load_folder(config: DataConfig, alive: Callable[[], None]) -> Data:
+def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:
     splits = load_splits(config, alive)
     num_classes = len(splits.classes)
     if config.num_classes not in (None, num_classes):
         raise ConfigError(f"data.num_classes is {config.num_classes} but {config.root} has {num_classes} classes")
+    bad = BadImages(bad_images, config.max_bad_images) if config.on_bad_image == "skip" else None
     return Data(
-        ImageSplit(splits.train),
-        ImageSplit(splits.evaluation),
+        ImageSplit(splits.train, "training", config, bad),
+        ImageSplit(splits.evaluation, "evaluation", config, bad),
         num_classes,
         splits.classes,
         config.mean,
