@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
 Colour = tuple[int, int, int]
@@ -23,4 +24,15 @@ def make(root: Path, **counts: int) -> Path:
             red, green, blue = COLOURS[name]
             colour = max(0, red - number), max(0, green - number), max(0, blue - number)
             plain(root / place.replace("__", "/") / f"{number:02d}.png", colour)
+    return root
+
+
+def noisy(root: Path, **counts: int) -> Path:
+    """As make(), of images of noise, each of another size."""
+    for place, count in counts.items():
+        (root / place.replace("__", "/")).mkdir(parents=True)
+        for number in range(count):
+            random = np.random.default_rng(number)
+            pixels = random.integers(0, 256, (20 + number, 30 - number, 3), np.uint8)
+            Image.fromarray(pixels).save(root / place.replace("__", "/") / f"{number:02d}.png")
     return root

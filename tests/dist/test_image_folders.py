@@ -1,18 +1,30 @@
 """Training from a folder of images: classes, what changes under a run, and which file is which sample."""
 
+import hashlib
+import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
 
 from configs.schema import RunConfig
-from tests.dist.harness import finished, run, tiny_config
+from tests import splitmix
+from tests.dist.harness import finished, in_ranks, run, tiny_config
 from tests.dist.test_resume import assert_same_ending
-from tests.folders import make, plain
-from trainer.data import folder
+from tests.folders import make, noisy, plain
+from trainer.data import folder, images
+from trainer.data.datasets import load_data
+from trainer.data.order import Order
+from trainer.data.stream import StreamSource
+from trainer.runtime import RunContext
+
+CPU = torch.device("cpu")
 
 
 def config(root: Path, workers: int = 0, data: dict[str, Any] | None = None, **more: Any) -> RunConfig:
@@ -157,3 +169,79 @@ def test_ranks_that_see_other_files_are_told(tmp_path: Path, monkeypatch: pytest
     attempt = run(tmp_path / "run", config(root), 2)
     assert attempt.statuses == [2, 2]
     assert "the ranks see different data sets: files: " in (attempt.outcome().message or "")
+
+
+Table = dict[tuple[int, int], str]
+
+
+def table(root: Path, workers: int, first: int = 0) -> Callable[[RunContext], tuple[Table, list[str]]]:
+    """The pixels that this rank reads in two epochs of twelve samples in batches of five, hashed, by (epoch, index);
+    and the files that it decoded in doing so, where it has no workers."""
+
+    def function(context: RunContext) -> tuple[Table, list[str]]:
+        decoded: list[str] = []
+        read = images.read_pixels
+
+        def noted(path: str, *more: Any) -> Tensor:
+            decoded.append(path)
+            return read(path, *more)
+
+        images.read_pixels = noted
+        data = load_data(config(root, data={"image_size": 8, "on_bad_image": "skip"}).data, root / "bad.txt")
+        order = Order(12, 3, 5, False, context.rank, context.world_size, 3, CPU)
+        source = StreamSource(data.train, 3, 2, workers, CPU)
+        found: Table = {}
+        for batch, pieces in itertools.islice(source.training(order.batches(0, first)), 6 - first):
+            for ids, (pixels, labels) in zip(batch.pieces, pieces, strict=True):
+                for index, image, label in zip(ids.tolist(), pixels, labels.tolist(), strict=True):
+                    found[batch.epoch, index] = hashlib.sha256(image.numpy().tobytes()).hexdigest() + str(label)
+        return found, decoded
+
+    return function
+
+
+def merged(parts: list[tuple[Table, list[str]]]) -> Table:
+    return {key: value for part, _ in parts for key, value in part.items()}
+
+
+def test_pixels_are_the_same_for_any_workers_and_world_size(tmp_path: Path) -> None:
+    root = noisy(tmp_path / "images", train__a=6, train__b=6, val__a=1)
+    (root / "train/a/02.png").write_bytes(b"")
+    ((alone, decoded),) = in_ranks(tmp_path, 1, table(root, 0))
+    assert set(alone) == {(epoch, index) for epoch in range(2) for index in range(12)}
+    assert len(set(alone.values())) == 24  # the bad image is another crop of the next one
+    assert len(decoded) == 24 + 2
+    for world_size, workers in ((1, 2), (2, 0), (2, 2), (4, 0)):
+        assert merged(in_ranks(tmp_path, world_size, table(root, workers))) == alone
+    # In the middle, on another number of processes: nothing that is skipped is decoded.
+    seen = splitmix.permutation(12, 3, 0)[:10]
+    parts = in_ranks(tmp_path, 2, table(root, 0, first=2))
+    assert merged(parts) == {key: value for key, value in alone.items() if key not in [(0, index) for index in seen]}
+    skipped = {str(root / "train" / "ab"[index // 6] / f"{index % 6:02d}.png") for index in seen}
+    first_epoch = [path for _, paths in parts for path in paths[:1]]
+    assert not skipped & set(first_epoch)
+    assert sum(len(paths) for _, paths in parts) <= 2 + 12 + 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_with_crops_goes_on_to_the_same_bits(tmp_path: Path, world_size: int) -> None:
+    root = noisy(tmp_path / "images", train__a=6, train__b=6, val__a=2, val__b=2)
+
+    def until(steps: int) -> RunConfig:
+        data = {"image_size": 8, "augment": {"flip": True}}
+        return config(root, 2, data, max_epochs=None, max_steps=steps, global_batch_size=5)
+
+    whole = finished(tmp_path / "whole", until(8), world_size)
+    finished(tmp_path / "cut", until(4), world_size)  # in the middle of the second epoch
+    cut = finished(tmp_path / "cut", until(8), world_size)
+    assert all(torch.equal(tensor, cut.export()[name]) for name, tensor in whole.export().items())
+    assert cut.metric("train/loss") == whole.metric("train/loss")
+    assert cut.result()["metrics"] == whole.result()["metrics"]
+
+
+def test_images_of_several_sizes_are_told_what_to_set(tmp_path: Path) -> None:
+    root = noisy(tmp_path / "images", train__a=3, train__b=3, val__a=1)
+    attempt = run(tmp_path / "run", config(root))
+    assert attempt.statuses == [1]
+    assert "different shapes" in (attempt.outcome().message or "")
+    assert "set data.image_size" in (attempt.outcome().message or "")

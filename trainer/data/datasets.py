@@ -17,7 +17,7 @@ from configs.known_data import IMAGE_FOLDER, KNOWN_DATA, KnownData
 from configs.schema import DataConfig
 from trainer.data.bad_images import BadImages
 from trainer.data.folder import load_splits
-from trainer.data.images import ImageSplit
+from trainer.data.images import EVALUATION, TRAINING, ImageSplit
 
 
 class MapStyle(Protocol):
@@ -101,8 +101,8 @@ def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]
         raise ConfigError(f"data.num_classes is {config.num_classes} but {config.root} has {num_classes} classes")
     bad = BadImages(bad_images, config.max_bad_images) if config.on_bad_image == "skip" else None
     return Data(
-        ImageSplit(splits.train, "training", config, bad),
-        ImageSplit(splits.evaluation, "evaluation", config, bad),
+        ImageSplit(splits.train, TRAINING, config, bad),
+        ImageSplit(splits.evaluation, EVALUATION, config, bad),
         num_classes,
         splits.classes,
         config.mean,

@@ -28,6 +28,10 @@ _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "AVIF", "JPEG2000", "TIFF", "WEB
 _MODES = {1: "L", 3: "RGB"}
 _WIDE = {"F": "floating-point numbers", "I": "32-bit numbers"}
 _ORIENTATION = 0x0112
+_SCALABLE = ("JPEG", "MPO")
+_SPARE = 2.0
+"""Pixels per pixel of the result that scaled decoding leaves. Measured on photographs, off from decoding in full: by
+0.4 of 256 levels in the mean, 1.0 at most for an image; with 1.5 by 0.6 and 1.6, with 1 by 1.0 and 4.2."""
 _UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -37,13 +41,21 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_TURNED = [_UPRIGHT[orientation] for orientation in (5, 6, 7, 8)]
+# Those whose left, or upper, edge was stored as the last column or row.
+_FROM_RIGHT = [_UPRIGHT[orientation] for orientation in (2, 3, 6, 7)]
+_FROM_BOTTOM = [_UPRIGHT[orientation] for orientation in (3, 4, 7, 8)]
 
 
 class DecodingError(Exception):
     """The file is no image, or not a whole one; the text says why, without the file's name."""
 
 
-def read_pixels(source: str | BinaryIO, channels: int, view: View = lambda width, height: None) -> Tensor:
+def whole(width: int, height: int) -> None:
+    """The view of an image as it is."""
+
+
+def read_pixels(source: str | BinaryIO, channels: int, view: View = whole) -> Tensor:
     """The image as uint8 of shape (channels, H, W), upright, transparency on white; `channels` is 1 or 3.
 
     16-bit values keep their high byte. Of several frames or pages it is the first. Colour profiles are not applied.
@@ -59,10 +71,35 @@ def read_pixels(source: str | BinaryIO, channels: int, view: View = lambda width
 
 
 def _seen(image: Image.Image, mode: str, view: View) -> Image.Image:
-    image.load()
+    if image.format not in _SCALABLE:
+        image.load()  # some formats tell only then which way is up
     method = _UPRIGHT.get(_orientation(image))
+    width, height = image.size[::-1] if method in _TURNED else image.size
+    wanted = view(width, height)
+    shrunk = 1 if wanted is None else _decode_smaller(image, *wanted)
+    image.load()
     image = eight_bit(image, mode)
-    return image if method is None else image.transpose(method)
+    if method is not None:
+        image = image.transpose(method)
+    if wanted is None:
+        return image
+    # A smaller image has whole pixels: the last one, which is the first of a turned image, may reach over the edge.
+    x = image.width - width / shrunk if method in _FROM_RIGHT else 0
+    y = image.height - height / shrunk if method in _FROM_BOTTOM else 0
+    (left, top, right, bottom), side = wanted
+    box = (x + left / shrunk, y + top / shrunk, x + right / shrunk, y + bottom / shrunk)
+    return image.resize((side, side), Image.Resampling.BILINEAR, box)
+
+
+def _decode_smaller(image: Image.Image, box: Box, side: int) -> int:
+    """Have a JPEG decoded at 1/2, 1/4 or 1/8 of its size where enough of it remains. Returns 1, 2, 4 or 8."""
+    if image.format not in _SCALABLE:
+        return 1
+    smallest = min(box[2] - box[0], box[3] - box[1])
+    factor = next((factor for factor in (8, 4, 2) if smallest >= factor * _SPARE * side), 1)
+    if factor > 1:
+        image.draft(None, (image.width // factor, image.height // factor))
+    return factor
 
 
 def eight_bit(image: Image.Image, mode: str) -> Image.Image:

@@ -7,9 +7,15 @@ from torch import Tensor
 from configs.errors import EnvironmentProblem, TrainingError
 from configs.schema import DataConfig
 from configs.text import printable
+from trainer.data.augment import CROP
 from trainer.data.bad_images import BadImages
-from trainer.data.decode import DecodingError, read_pixels
+from trainer.data.crops import centre_view, random_view
+from trainer.data.decode import DecodingError, View, read_pixels, whole
 from trainer.data.folder import Files
+from trainer.data.order import key_of
+
+TRAINING, EVALUATION = "training", "evaluation"
+"""The names of the splits."""
 
 
 class ImageSplit:
@@ -17,7 +23,7 @@ class ImageSplit:
 
     def __init__(self, files: Files, name: str, config: DataConfig, bad: BadImages | None = None) -> None:
         self.files, self.name = files, name
-        self.channels = config.channels
+        self.config = config
         self.bad = bad
         """Where an image that cannot be decoded is listed; None: it is an error."""
 
@@ -25,16 +31,19 @@ class ImageSplit:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """The image, uint8 (channels, H, W), and its class.
+        return self.sample(0, 0, index)
+
+    def sample(self, seed: int, epoch: int, index: int) -> tuple[Tensor, int]:
+        """The image, uint8 (channels, H, W), and its class; a random crop is that of (seed, epoch, index).
 
         In place of one that cannot be decoded it is the first after it that can be, from the last on to the first: the
         same one whoever reads it, and as often as it is read.
         """
-        bad: list[tuple[str, str]] = []
+        view, bad = self._view(seed, epoch, index), list[tuple[str, str]]()
         for number in (*range(index, len(self)), *range(index)):
             path = self.files.path(number)
             try:
-                pixels = self._read(path)
+                pixels = self._read(path, view)
             except DecodingError as error:
                 if self.bad is None:
                     raise TrainingError(
@@ -53,9 +62,17 @@ class ImageSplit:
             assert self.bad is not None
             self.bad.add(path, why, instead)
 
-    def _read(self, path: str) -> Tensor:
+    def _view(self, seed: int, epoch: int, index: int) -> View:
+        side, augment = self.config.image_size, self.config.augment
+        if side is None:
+            return whole
+        if self.name == TRAINING and augment.crop_scale is not None:
+            return random_view(key_of(seed, epoch, CROP, index), side, augment.crop_scale, augment.crop_ratio)
+        return centre_view(side, self.config.resize_size or round(side * 8 / 7))
+
+    def _read(self, path: str, view: View) -> Tensor:
         try:
-            return read_pixels(path, self.channels)
+            return read_pixels(path, self.config.channels, view)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
