@@ -33,6 +33,6 @@ def noisy(root: Path, **counts: int) -> Path:
         (root / place.replace("__", "/")).mkdir(parents=True)
         for number in range(count):
             random = np.random.default_rng(number)
-            pixels = random.integers(0, 256, (20 + number, 30 - number, 3), np.uint8)
+            pixels = random.integers(0, 256, (20 + number, 30 - number % 12, 3), np.uint8)
             Image.fromarray(pixels).save(root / place.replace("__", "/") / f"{number:02d}.png")
     return root

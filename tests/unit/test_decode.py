@@ -213,7 +213,7 @@ def png_bytes() -> bytes:
 
 
 BROKEN = {
-    "empty": (b"", "it is no image"),
+    "empty": (b"", "it is empty"),
     "text": (b"hello, I am a picture\n" * 10, "it is no image"),
     "half a JPEG": (jpeg_bytes()[: len(jpeg_bytes()) // 2], "(?i)truncated"),
     "half a PNG": (png_bytes()[: len(png_bytes()) // 2], "(?i)truncated"),

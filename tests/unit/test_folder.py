@@ -211,7 +211,7 @@ def test_the_next_image_that_can_be_read_takes_the_place_of_a_bad_one(
     bad = [str(tmp_path / "train" / name) for name in ("a/01.png", "b/01.png", "b/02.png")]
     assert log.read_text().splitlines() == bad
     assert capsys.readouterr().out.splitlines()[0] == (
-        f"bad image  {bad[0]}: it is no image that can be read; in its place {tmp_path}/train/a/02.png"
+        f"bad image  {bad[0]}: it is empty; in its place {tmp_path}/train/a/02.png"
     )
     # Another process of the run lists none of them twice, and counts them all.
     other = load_data(config(tmp_path, on_bad_image="skip", max_bad_images=2), log).train
