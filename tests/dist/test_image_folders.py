@@ -146,6 +146,18 @@ def test_bad_images_are_replaced_and_listed(tmp_path: Path, world_size: int, wor
     assert not expected.run_dir.bad_images.exists()
 
 
+def test_bad_images_of_one_rank_alone_hold_up_nobody(tmp_path: Path) -> None:
+    root = make(tmp_path / "images", train__a=6, train__b=6, val__a=2)
+    # Rank 0 has the first half of each batch of eight.
+    for index in splitmix.permutation(12, 0, 0)[:3]:
+        (root / "train" / "ab"[index // 6] / f"{index % 6:02d}.png").write_bytes(b"")
+    data = {"on_bad_image": "skip", "max_bad_images": 3}
+    attempt = finished(tmp_path / "run", config(root, 2, data, max_epochs=1), 2)
+    assert len(attempt.run_dir.bad_images.read_text().splitlines()) == 3
+    assert attempt.log(0).count("bad image  ") == 3
+    assert "bad image  " not in attempt.log(1)
+
+
 def test_more_bad_images_than_allowed_stop_the_run(tmp_path: Path) -> None:
     root = with_bad_ones(tmp_path / "images")
     data = {"on_bad_image": "skip", "max_bad_images": 2}
