@@ -257,3 +257,26 @@ def test_images_of_several_sizes_are_told_what_to_set(tmp_path: Path) -> None:
     assert attempt.statuses == [1]
     assert "different shapes" in (attempt.outcome().message or "")
     assert "set data.image_size" in (attempt.outcome().message or "")
+
+
+def test_a_resident_folder_is_that_which_is_streamed(tmp_path: Path) -> None:
+    root = noisy(tmp_path / "images", train__a=6, train__b=6, val__a=2, val__b=2)
+    runs = []
+    for residency in ("stream", "device"):
+        data = {"image_size": 8, "augment": {"crop_scale": None, "flip": True}, "residency": residency}
+        runs.append(finished(tmp_path / residency, config(root, data=data)))
+    assert_same_ending(*runs)
+
+
+def test_classes_of_any_name_go_through_a_whole_run(tmp_path: Path) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=1, val__b=1)
+    odd = [b"\xff\xfe", "日本\n".encode()]
+    for split in ("train", "val"):
+        for name, other in zip("ab", odd, strict=True):
+            (root / split / name).rename(os.fsdecode(os.fsencode(root / split) + b"/" + other))
+    finished(tmp_path / "run", config(root, 2))
+    attempt = finished(tmp_path / "run", config(root, 2, max_epochs=3), 2)
+    names = sorted(map(os.fsdecode, odd), key=os.fsencode)
+    assert json.loads(attempt.run_dir.classes.read_text()) == names
+    assert attempt.checkpoint().state["classes"] == names
+    assert attempt.result()["epoch"] == 3

@@ -8,6 +8,7 @@ import contextlib
 import io
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,7 +26,6 @@ None: all of it, as it is."""
 MAX_PIXELS = 20_000 * 20_000
 """1.2 GB in RGB. A file of some kilobytes can claim to be any size."""
 # By content, whatever the name says. Pillow knows others: some are documents, which it has another program render.
-# The first five are those that Pillow has at hand; one of the others makes it import all its plug-ins, once.
 _FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "AVIF", "JPEG2000", "TIFF", "WEBP")
 _MODES = {1: "L", 3: "RGB"}
 _WIDE = {"F": "floating-point numbers", "I": "32-bit numbers"}
@@ -63,7 +63,7 @@ def read_pixels(source: str | BinaryIO, channels: int, view: View = whole) -> Te
     16-bit values keep their high byte. Of several frames or pages it is the first. Colour profiles are not applied.
     Raises DecodingError for what the file is to blame for, OSError for what the system is.
     """
-    with _blaming_the_file(source), _quiet(), Image.open(source, formats=_FORMATS) as image:
+    with _blaming_the_file(source), _quiet(), Image.open(source, formats=_formats()) as image:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise DecodingError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
@@ -135,6 +135,13 @@ def _orientation(image: Image.Image) -> int:
     except Exception:
         return 1
     return value if isinstance(value, int) else 1
+
+
+@cache
+def _formats() -> list[str]:
+    """Those that this Pillow can read: AVIF came with 11.3, and some builds lack others. Imports all plug-ins, once."""
+    Image.init()
+    return [name for name in _FORMATS if name in Image.OPEN]
 
 
 @contextlib.contextmanager
