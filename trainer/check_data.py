@@ -24,7 +24,7 @@ from configs.errors import EXIT_DONE, EXIT_TRAINING, EnvironmentProblem, Lockste
 from configs.schema import RunConfig
 from configs.text import printable
 from trainer.contact_sheet import draw_samples
-from trainer.data.decode import DecodingError, read_pixels
+from trainer.data.decode import Box, DecodingError, read_pixels
 from trainer.data.folder import Files, Splits, load_splits
 from trainer.parent import die_with_parent
 
@@ -32,7 +32,7 @@ _CHUNK = 16
 
 
 class Facts(NamedTuple):
-    """What reading one image brought; `fault` says why it cannot be, and then there is no size."""
+    """What reading one image brought; `fault` says why it cannot be."""
 
     digest: bytes
     size: tuple[int, int]
@@ -82,17 +82,24 @@ def _start_worker() -> None:
 
 
 def examine(path: str, channels: int) -> Facts:
-    """Decode one file in full."""
+    """Decode one file to its end, a large JPEG at an eighth of its size, and keep nothing of it."""
+    size = (0, 0)
+
+    def note(width: int, height: int) -> tuple[Box, int]:
+        nonlocal size
+        size = width, height
+        return (0, 0, width, height), 1
+
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         return Facts(b"", (0, 0), f"cannot be read: {error.strerror}")
     digest = hashlib.sha256(content).digest()
     try:
-        pixels = read_pixels(io.BytesIO(content), channels)
+        read_pixels(io.BytesIO(content), channels, note)
     except DecodingError as error:
-        return Facts(digest, (0, 0), str(error))
-    return Facts(digest, (pixels.shape[2], pixels.shape[1]), None)
+        return Facts(digest, size, str(error))
+    return Facts(digest, size, None)
 
 
 def _classes(splits: Splits) -> list[str]:

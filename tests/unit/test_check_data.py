@@ -1,5 +1,6 @@
 """What check-data finds in a folder of images, and what it draws."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -128,6 +129,19 @@ def test_a_folder_without_a_readable_image_has_no_picture(tmp_path: Path, capsys
     code, lines = checked(root, tmp_path / "samples.png", capsys)
     assert (code, lines[-1]) == (1, "checked    3 images: 3 problems")
     assert not (tmp_path / "samples.png").exists()
+
+
+@pytest.mark.parametrize("turn", [1, 6])
+def test_a_large_jpeg_is_read_to_its_end(tmp_path: Path, turn: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    path = tmp_path / "large.jpg"
+    Image.effect_noise((640, 480), 60).save(path, exif=exif)
+    content = path.read_bytes()
+    found = check_data.examine(str(path), 3)
+    assert found == (hashlib.sha256(content).digest(), (640, 480) if turn == 1 else (480, 640), None)
+    path.write_bytes(content[: len(content) * 95 // 100])
+    assert "truncated" in (check_data.examine(str(path), 3).fault or "")
 
 
 def killed(path: str, channels: int) -> None:
