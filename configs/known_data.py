@@ -35,6 +35,9 @@ _CLOTHES = (
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
+IMAGE_FOLDER = "imagefolder"
+"""The name of a data set that is a folder of images for each class; everything else about it is in the folder."""
+
 KNOWN_DATA = {
     "mnist": KnownData(
         torchvision_name="MNIST",

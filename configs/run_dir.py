@@ -149,9 +149,19 @@ class RunDir:
         return self.path / "bad_batches.jsonl"
 
     @property
+    def bad_images(self) -> Path:
+        """A line with the path of each image that could not be decoded, under data.on_bad_image: skip."""
+        return self.path / "bad_images.txt"
+
+    @property
     def micro_batch(self) -> Path:
         """How many samples a forward pass may have, once more ran out of memory; to be deleted by who knows better."""
         return self.path / "micro_batch.json"
+
+    @property
+    def classes(self) -> Path:
+        """The names of the classes, a list whose item i is class i of `weights`; not there where nobody named them."""
+        return self.path / "classes.json"
 
     @property
     def weights(self) -> Path:

@@ -4,18 +4,21 @@ Only what the user may choose stands here; what follows from it is computed in d
 """
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from configs.known_data import KNOWN_DATA
+from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
 
 FP32_SPELLINGS = ("no", "off", "false", "fp32", "none")
 BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet")
 
 # Two spellings of one thing: exactly one of the first, at most one of the second.
 ONE_OF = (("max_epochs", "max_steps"), ("global_batch_size", "per_device_batch_size"))
+OF_IMAGE_FOLDERS = ("val_fraction", "image_size", "resize_size", "channels", "on_bad_image", "max_bad_images")
+"""Settings of `data` that have no meaning for other data sets."""
 AT_MOST_ONE_OF = (("schedule.warmup_steps", "schedule.warmup_epochs"),)
 
 
@@ -56,7 +59,7 @@ def _known_or_own(name: str, known: Iterable[str], also: str) -> str:
 
 
 def _data_name(name: str) -> str:
-    return _known_or_own(name, KNOWN_DATA, "or module:callable")
+    return _known_or_own(name, (*KNOWN_DATA, IMAGE_FOLDER), "or module:callable")
 
 
 def _model_name(name: str) -> str:
@@ -68,10 +71,12 @@ def _model_name(name: str) -> str:
 Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 CountOrZero = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PerChannel = Annotated[tuple[Finite, ...], Field(min_length=1), BeforeValidator(_tuple)]
+Range = Annotated[tuple[Finite, Finite], BeforeValidator(_tuple)]
 Precision = Annotated[Literal["auto", "no", "fp16", "bf16"], BeforeValidator(_precision)]
 
 
@@ -89,6 +94,24 @@ class AugmentConfig(Section):
     )
     flip: bool = Field(default=False, description="mirror left-right with probability 1/2")
     cutout: CountOrZero = Field(default=0, description="side in pixels of one square set to the mean; 0 = none")
+    crop_scale: Range | None = Field(
+        default=(0.08, 1.0),
+        description="with data.image_size: share of an image's area that a random crop keeps; null: the middle, as in "
+        "evaluation",
+    )
+    crop_ratio: Range = Field(
+        default=(3 / 4, 4 / 3),
+        description="with data.image_size: width to height of a random crop, which is then a square",
+    )
+
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        for name, most in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
+            low, high = getattr(self, name) or (1.0, 1.0)
+            if not 0 < low <= high <= most:
+                limit = "" if most == math.inf else f" up to {most:g}"
+                raise ValueError(f"{name}: [{low:g}, {high:g}] is not a range of positive numbers{limit}")
+        return self
 
 
 class DataConfig(Section):
@@ -96,9 +119,13 @@ class DataConfig(Section):
 
     name: Annotated[str, AfterValidator(_data_name)] = Field(
         default="mnist",
-        description="mnist, fashion_mnist, cifar10, cifar100, or module:callable (train: bool) -> Dataset",
+        description="mnist, fashion_mnist, cifar10, cifar100, imagefolder, or module:callable (train: bool) -> Dataset",
     )
-    root: str = Field(default="data", description="folder of the data sets, relative to where the command is run")
+    root: str = Field(
+        default="data",
+        description="folder of the data sets, relative to where the command is run; for imagefolder the one that holds "
+        "train/ and val/, with a folder of images for each class in both",
+    )
     mirror: str | None = Field(
         default=None, description="URL to download the data set's files from, instead of its own site"
     )
@@ -109,6 +136,29 @@ class DataConfig(Section):
     num_classes: Count | None = Field(
         default=None, description="classes of a module:callable data set; known for the built-in ones"
     )
+    val_fraction: OpenFraction | None = Field(
+        default=None,
+        description="imagefolder: data.root holds the classes itself, and this share of each is kept for evaluation, "
+        "chosen by a hash of the file's path",
+    )
+    image_size: Count | None = Field(
+        default=None,
+        description="imagefolder: side in pixels of the square that an image becomes; null: images stay as they are",
+    )
+    resize_size: Count | None = Field(
+        default=None,
+        description="imagefolder: pixels of the shorter side, of which evaluation sees the middle; default: 8/7 of "
+        "image_size",
+    )
+    channels: Literal[1, 3] = Field(default=3, description="imagefolder: 3 reads images as RGB, 1 as grey")
+    on_bad_image: Literal["fail", "skip"] = Field(
+        default="fail",
+        description="imagefolder, when an image cannot be decoded: fail, naming it; or take the next one that can be, "
+        "and list it in bad_images.txt",
+    )
+    max_bad_images: CountOrZero = Field(
+        default=100, description="on_bad_image: skip gives up when it is more than these"
+    )
     mean: PerChannel | None = Field(
         default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
     )
@@ -116,6 +166,25 @@ class DataConfig(Section):
         default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
     )
     augment: AugmentConfig = AugmentConfig()
+
+    @model_validator(mode="after")
+    def _for_image_folders(self) -> Self:
+        given = [name for name in OF_IMAGE_FOLDERS if getattr(self, name) != type(self).model_fields[name].default]
+        if given and self.name != IMAGE_FOLDER:
+            raise ValueError(f"{', '.join(given)}: only for name: {IMAGE_FOLDER}, and name is {self.name}")
+        if self.resize_size is not None and self.resize_size < (self.image_size or math.inf):
+            raise ValueError(f"resize_size is {self.resize_size} and needs an image_size that is no larger")
+        crops = self.augment.crop_scale, self.augment.crop_ratio
+        if self.image_size is None and crops != (AugmentConfig().crop_scale, AugmentConfig().crop_ratio):
+            raise ValueError("augment.crop_scale and augment.crop_ratio need image_size")
+        if self.image_size is not None and self.residency == "device" and self.augment.crop_scale is not None:
+            raise ValueError(
+                "residency: device would keep one random crop of each image for the whole run; use residency: stream, "
+                "or augment.crop_scale: null"
+            )
+        if self.name == IMAGE_FOLDER and self.mean is not None and len(self.mean) not in (1, self.channels):
+            raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")
+        return self
 
     @model_validator(mode="after")
     def _mean_and_std(self) -> Self:
@@ -431,6 +500,8 @@ FREE_ON_RESUME = (
     "data.mirror",
     "data.residency",
     "data.num_workers",
+    "data.on_bad_image",
+    "data.max_bad_images",
     "eval.mode",
     "max_time_s",
     "nonfinite",

@@ -37,6 +37,7 @@ Endpoint = Annotated[str | None, typer.Option("--rdzv-endpoint", metavar="HOST:P
 LocalAddr = Annotated[str | None, typer.Option("--local-addr", help="this node's address for the others")]
 Probe = Annotated[bool, typer.Option("--probe", help="also measure parameters, checkpoint, one step (imports torch)")]
 ProbeBatch = Annotated[bool, typer.Option("--probe-batch", help="also find the largest micro-batch that fits")]
+Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="where the picture of samples goes")]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="which one to evaluate")]
 
 RUNS = Path("runs")
@@ -131,6 +132,14 @@ def runs(runs_dir: RunsDir = RUNS) -> None:
     from launch.runs_table import render_runs
 
     say(render_runs(runs_dir))
+
+
+@app.command("check-data")
+def check_data(config: Config, overrides: Overrides = None, out: Out = Path()) -> None:
+    """Read every image of a folder: counts, broken ones, those in both splits, and a picture of what training sees."""
+    from launch.check_data import check_data
+
+    _exit(check_data(config, out, Options(overrides or ())))
 
 
 verify = typer.Typer(

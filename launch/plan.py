@@ -58,6 +58,7 @@ class Request:
     started: float = 0.0
     """Seconds since the epoch when the command was given; a restart keeps it."""
     worker: str = "trainer"
+    allow_changes: bool = False
     max_micro_batch: int | None = None
     """What the run remembers to fit in memory."""
 
@@ -113,6 +114,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         terminal=request.terminal,
         started=request.started,
         checkpoint=request.checkpoint,
+        allow_changes=request.allow_changes,
         max_micro_batch=request.max_micro_batch,
     )
     return LaunchPlan(

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from configs.derive import counted
 from configs.errors import EnvironmentProblem
-from configs.known_data import KNOWN_DATA
+from configs.folders import find_splits
+from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
 from configs.schema import RunConfig
 from launch.backends import Rendezvous
 from launch.plan import LaunchPlan, num_loaders
@@ -68,6 +69,12 @@ def data_missing(config: RunConfig, cwd: Path) -> bool:
     if known is None:
         return False
     return not known.is_complete(cwd / config.data.root)
+
+
+def check_folders(config: RunConfig, cwd: Path) -> None:
+    """Raise ConfigError where a folder of images is not where, or not as, the settings say."""
+    if config.data.name == IMAGE_FOLDER:
+        find_splits(config.data, cwd)
 
 
 def prepare_data(plan: LaunchPlan, environ: Mapping[str, str], module: str) -> int:

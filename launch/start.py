@@ -71,6 +71,7 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
     job = _job(loaded, request, options)
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
+    preflight.check_folders(job.plan.config, options.cwd)
     preflight.check_open_files(job.plan)
     run = RunDir(options.cwd / run.path)
     attempt = run_folder.make_attempt(run, prefix="eval-")
@@ -116,6 +117,7 @@ def _request(name: str, prefix: str, nproc: int | Literal["auto"], options: Opti
         terminal=_terminal(),
         started=options.started,
         worker=options.worker,
+        allow_changes=options.allow_changes,
         max_micro_batch=run_folder.remembered_micro_batch(run),
     )
 
@@ -149,6 +151,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
     """Check the machine, claim the folder, and train in it."""
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
+    preflight.check_folders(job.plan.config, options.cwd)
     preflight.check_open_files(job.plan)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
         preflight.check_rendezvous(job.request.nodes)

@@ -41,11 +41,11 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     config, device = run.plan.config, context.device
     check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
     batch = run.plan.batches
-    data = context.together(lambda: load_data(config.data))
+    data = context.together(lambda: load_data(config.data, run.run_dir.bad_images, run.account.beat))
     run.account.beat()
     shape = image_shape(data)
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
-    check_same(context, sizes, "the ranks see different data sets")
+    check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
     model = context.together(lambda: _model(run, context, data, shape))
     run.account.beat()
     splits = _splits(run, context, data)
@@ -82,6 +82,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         account=run.account,
         saver=saver,
         facts=facts,
+        files_may_differ=run.plan.allow_changes or run.plan.mode == "eval",
         samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
         faults=Faults(config.faults, context.rank, run.attempt.number, run.run_dir.checkpoints, saver.land)
         if config.faults
@@ -91,7 +92,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     if config.steps_per_execution > 1:
         check_multistep(job)
-    return job, summary.plan_screen(job, run.plan, batch, reason) + notes
+    return job, [*summary.plan_screen(job, run.plan, batch, reason), *data.notes, *notes]
 
 
 def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapStyle]:
@@ -162,6 +163,7 @@ def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, global
         "config": run.plan.config.model_dump(mode="json"),
         "classes": None if data.classes is None else list(data.classes),
         "num_classes": data.num_classes,
+        "files": data.files,
         "num_train": len(data.train),
         "num_eval": len(data.evaluation),
         "global_batch_size": global_batch_size,

@@ -87,6 +87,8 @@ class Job:
     saver: Saver
     facts: dict[str, Any]
     """What its checkpoints say of the run; a resume compares some of it."""
+    files_may_differ: bool
+    """Whether a checkpoint fits though the files of its data set were others."""
     samples: SampleLog | None
     """Where to write which samples are trained on; None where nobody asks."""
     faults: Faults | None

@@ -1,10 +1,12 @@
 """What only a real step can tell: parameters, checkpoint size, time and memory. Used by `plan --probe`."""
 
+import contextlib
 import dataclasses
 import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +27,31 @@ from trainer.stop import StopFlag
 def measure(plan: WorkerPlan) -> dict[str, int | float]:
     """Build the job for one process and take three steps of one rank's share;
     the fastest is reported, in milliseconds."""
-    job = build_alone(plan)
-    batches = job.source.training(job.order.batches(0, 0))
-    times = []
-    for _ in range(3):
-        batch, pieces = next(batches)
-        start = time.perf_counter()
-        train_step(job, batch, pieces)
-        settle(job)
-        if job.context.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    saved = snapshot(job)
-    tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
-    return {
-        "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
-        "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
-        "step_ms": 1000 * min(times),
-        "peak_memory_bytes": _peak_bytes(job.context.device),
-        "num_train": job.facts["num_train"],
-        "num_eval": job.facts["num_eval"],
-    }
+    with build_alone(plan) as job:
+        batches = job.source.training(job.order.batches(0, 0))
+        times = []
+        for _ in range(3):
+            batch, pieces = next(batches)
+            start = time.perf_counter()
+            train_step(job, batch, pieces)
+            settle(job)
+            if job.context.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        saved = snapshot(job)
+        tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
+        return {
+            "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
+            "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
+            "step_ms": 1000 * min(times),
+            "peak_memory_bytes": _peak_bytes(job.context.device),
+            "num_train": job.facts["num_train"],
+            "num_eval": job.facts["num_eval"],
+        }
 
 
-def build_alone(plan: WorkerPlan, **changes: Any) -> Job:
+@contextlib.contextmanager
+def build_alone(plan: WorkerPlan, **changes: Any) -> Iterator[Job]:
     """The job of one process whose global batch is one rank's share, with `changes` to its config."""
     sizes = {
         "global_batch_size": plan.batches.max_slice,
@@ -58,10 +61,10 @@ def build_alone(plan: WorkerPlan, **changes: Any) -> Job:
     }
     config = plan.config.model_copy(update=sizes | changes)
     alone = dataclasses.replace(plan, config=config, world_size=1, local_world_size=1, store=None, terminal=None)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         run = Run(alone, RunDir(Path(folder)), AttemptDir(Path(folder)), StopFlag())
         job, _ = build(run, RunContext(alone))
-    return job
+        yield job
 
 
 def _peak_bytes(device: torch.device) -> int:

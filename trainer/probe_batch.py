@@ -68,15 +68,19 @@ def largest_micro_batch(plan: WorkerPlan) -> dict[str, int | bool]:
     share = plan.batches.max_slice
     # A learning rate of zero: many updates on the same samples could end in numbers that are not finite.
     still = {"optim": plan.config.optim.model_copy(update={"lr": 0.0}), "max_per_device_batch_size": None}
-    job = build_alone(plan, **still)
-    batch, pieces = next(job.source.training(job.order.batches(0, 0)))
-    (images, labels), ids = pieces[0], batch.pieces[0]
-    trial = _Trial(job, images, labels, ids, accumulates=plan.world_size > 1)
-    is_tried = job.context.device.type in TRIED
-    if job.context.device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(_SHARE)
-    found = largest_fitting(trial.fits, len(ids)) if is_tried else _estimate(trial, plan.local_world_size)
-    return {"largest_micro_batch": share if found == len(ids) else found, "share": share, "is_estimate": not is_tried}
+    with build_alone(plan, **still) as job:
+        batch, pieces = next(job.source.training(job.order.batches(0, 0)))
+        (images, labels), ids = pieces[0], batch.pieces[0]
+        trial = _Trial(job, images, labels, ids, accumulates=plan.world_size > 1)
+        is_tried = job.context.device.type in TRIED
+        if job.context.device.type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(_SHARE)
+        found = largest_fitting(trial.fits, len(ids)) if is_tried else _estimate(trial, plan.local_world_size)
+        return {
+            "largest_micro_batch": share if found == len(ids) else found,
+            "share": share,
+            "is_estimate": not is_tried,
+        }
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:

@@ -30,6 +30,7 @@ MACHINE = ("world_size", "device", "gpu", "precision", "threads_per_rank")
 def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
     _check_facts(loaded.state, job.facts, path)
+    _check_files(loaded.state.get("files"), job, path)
     own = checkpoint.merged_own(loaded, job.context.rank, job.context.world_size, summed=(WINDOW,))
     parameters = dict(job.model.named_parameters())
     buffers = persistent_buffers(job.model)
@@ -74,6 +75,18 @@ def _check_facts(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None
                 f"{path} cannot be resumed: {why} changed: {saved[name]} -> {now[name]}; "
                 "start a new run or use init_from"
             )
+
+
+def _check_files(saved: dict[str, str] | None, job: Job, path: Path) -> None:
+    """Raise CheckpointError where a folder of images changed under a run that is to go on with it."""
+    now = job.facts["files"]
+    changed = sorted({split for split in now or {} if now[split] != (saved or {}).get(split)})
+    if changed and not job.files_may_differ:
+        raise CheckpointError(
+            f"{path} cannot be resumed: names or sizes of the files in {job.config.data.root} changed since it was "
+            f"saved ({' and '.join(changed)} split); put them back, use --allow-changes to go on with these, or start "
+            "a new run"
+        )
 
 
 def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:

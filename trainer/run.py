@@ -61,6 +61,8 @@ class Run:
         job.guard.forget_after(job.state)
         if context.is_rank_zero:
             commit_settings(self.run_dir, self.attempt)
+            if (classes := job.facts["classes"]) is not None:
+                write_atomically(self.run_dir.classes, json.dumps(classes, indent=1))
         if last is not None:
             screen.append(f"resume     {last}: epoch {job.state.epoch}, step {job.state.step}")
         for line in screen:

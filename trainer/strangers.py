@@ -27,6 +27,7 @@ _TYPES: dict[str, Any] = {
     "grad_norm": float | None,
     "scaler": dict | None,
     "metrics_bytes": int,
+    "files": dict[str, str] | None,
     "train_state": dict,
 }
 

@@ -131,6 +131,9 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any], spent: Time
     rows += [("steps", f"{result['step']}" + (f" and {result['skipped']} skipped" if result["skipped"] else ""))]
     rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]
     rows += [("time", spent.describe()), *(("ranks", line) for line in stragglers)]
+    if run_dir.bad_images.exists():
+        number = len(run_dir.bad_images.read_text(encoding="utf-8").splitlines())
+        rows += [("bad images", f"{number} had others in their place, see {run_dir.bad_images}")]
     for name, value in rows:
         job.console.line(f"  {name:<16}{value}")
     if result["best"]["top1"] > judged_top1(result["metrics"]):

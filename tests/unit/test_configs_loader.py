@@ -248,8 +248,8 @@ BAD_VALUES = [
     (
         "data.name",
         "minst",
-        "'minst' is unknown (expected one of mnist, fashion_mnist, cifar10, cifar100, or module:callable); "
-        "did you mean 'mnist'?",
+        "'minst' is unknown (expected one of mnist, fashion_mnist, cifar10, cifar100, imagefolder, "
+        "or module:callable); did you mean 'mnist'?",
     ),
     (
         "model.name",

@@ -155,3 +155,40 @@ def test_virtual_shards_are_a_power_of_two_and_no_sync_batchnorm() -> None:
     refused("6 is not a power of two; use 4 or 8", virtual_shards=6)
     refused("virtual_shards and sync_batchnorm", virtual_shards=2, sync_batchnorm=True)
     assert [config(virtual_shards=number).virtual_shards for number in (0, 1, 2, 64)] == [0, 1, 2, 64]
+
+
+def test_settings_of_image_folders_are_for_them_alone() -> None:
+    refused("val_fraction: only for name: imagefolder, and name is mnist", data={"val_fraction": 0.1})
+    for fraction in (0.0, 1.0):
+        refused("val_fraction", data={"name": "imagefolder", "val_fraction": fraction})
+    assert config(data={"name": "imagefolder", "val_fraction": 0.1}).data.val_fraction == 0.1
+
+
+def test_mean_and_std_fit_the_channels_of_an_image_folder() -> None:
+    grey = {"name": "imagefolder", "channels": 1, "mean": [0.5], "std": [0.5]}
+    assert config(data=grey).data.channels == 1
+    three = {"mean": [0.5] * 3, "std": [0.5] * 3}
+    assert config(data={"name": "imagefolder"} | three).data.channels == 3
+    refused("mean has 3 channels and the images have channels: 1", data=grey | three)
+
+
+def test_geometry_of_an_image_folder() -> None:
+    def folder(**more: Any) -> dict[str, Any]:
+        return {"name": "imagefolder"} | more
+
+    refused(
+        "resize_size is 200 and needs an image_size that is no larger", data=folder(image_size=224, resize_size=200)
+    )
+    refused("resize_size is 200 and needs an image_size", data=folder(resize_size=200))
+    refused("image_size: only for name: imagefolder", data={"image_size": 32})
+    crops = {"crop_scale": [0.5, 1.0]}
+    refused("augment.crop_scale and augment.crop_ratio need image_size", data={"augment": crops})
+    refused("would keep one random crop", data=folder(image_size=32, residency="device"))
+    for name, value in (("crop_scale", [0.5, 0.2]), ("crop_scale", [0.0, 1.0]), ("crop_scale", [0.5, 1.5])):
+        refused("is not a range of positive numbers up to 1", data=folder(image_size=32, augment={name: value}))
+    refused(
+        "crop_ratio: .* is not a range of positive numbers", data=folder(image_size=32, augment={"crop_ratio": [2, 1]})
+    )
+    resident = folder(image_size=32, residency="device", augment={"crop_scale": None, "crop_ratio": [1.0, 2.0]})
+    assert config(data=resident).data.augment.crop_ratio == (1.0, 2.0)
+    assert config(data=folder(image_size=32, resize_size=32, augment=crops)).data.augment.crop_scale == (0.5, 1.0)

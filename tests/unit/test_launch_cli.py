@@ -6,17 +6,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from configs.contract import WorkerPlan
-from configs.errors import EnvironmentProblem, LockstepError
+from configs.errors import ConfigError, EnvironmentProblem, LockstepError
 from configs.known_data import KNOWN_DATA
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from launch import cli, preflight, signals
 from launch.backends import Rendezvous
 from launch.plan import LaunchPlan
+from tests.folders import make
 
 ROOT = Path(__file__).parent.parent.parent
 CONFIG = "max_epochs: 2\nglobal_batch_size: 64\n"
@@ -194,3 +196,15 @@ def test_a_full_or_closed_disk_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight, "MIN_FREE_BYTES", 2**70)
     with pytest.raises(EnvironmentProblem, match="MiB free"):
         preflight.check_disk(tmp_path)
+
+
+def test_a_folder_of_images_is_looked_for_before_anything_starts(tmp_path: Path) -> None:
+    def settings(**data: Any) -> RunConfig:
+        return RunConfig.model_validate({"max_epochs": 1, "global_batch_size": 8, "data": data})
+
+    folder = settings(name="imagefolder", root="images")
+    with pytest.raises(ConfigError, match=rf"data.root: there is no folder {tmp_path}/images"):
+        preflight.check_folders(folder, tmp_path)
+    preflight.check_folders(settings(root="images"), tmp_path)
+    make(tmp_path / "images", train__a=1, val__a=1)
+    preflight.check_folders(folder, tmp_path)

@@ -8,7 +8,7 @@ from configs.schema import AugmentConfig
 from trainer.data.order import key_of, random_integers
 
 # One stream of random numbers for each kind of change, so that switching one on leaves the others as they were.
-_SHIFT_Y, _SHIFT_X, _FLIP, _CUTOUT_Y, _CUTOUT_X = range(5)
+_SHIFT_Y, _SHIFT_X, _FLIP, _CUTOUT_Y, _CUTOUT_X, CROP = range(6)
 
 
 def shift(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:

@@ -3,18 +3,22 @@
 import hashlib
 import importlib
 import sys
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.known_data import IDX_FILES, KNOWN_DATA, KnownData
+from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
 from configs.schema import DataConfig
+from trainer.data.bad_images import BadImages
+from trainer.data.folder import load_splits
 from trainer.data.idx import read_idx
+from trainer.data.images import EVALUATION, TRAINING, ImageSplit
 
 
 class MapStyle(Protocol):
@@ -53,10 +57,21 @@ class Data:
     classes: tuple[str, ...] | None
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
+    files: dict[str, str] | None = None
+    """Fingerprint of each split's files, where they lie in folders."""
+    notes: tuple[str, ...] = ()
+    """Lines for the console."""
 
 
-def load_data(config: DataConfig) -> Data:
-    """Read both splits. Nothing is downloaded here: prepare.py did, before any rank started."""
+def load_data(
+    config: DataConfig, bad_images: Path = Path("bad_images.txt"), alive: Callable[[], None] = lambda: None
+) -> Data:
+    """Read both splits. Nothing is downloaded here: prepare.py did, before any rank started.
+
+    `bad_images` is where images that cannot be decoded are listed; `alive` is called while a folder is looked through.
+    """
+    if config.name == IMAGE_FOLDER:
+        return _load_folder(config, bad_images, alive)
     known = KNOWN_DATA.get(config.name)
     if known is not None:
         train, classes = _load_known(known, config, train=True)
@@ -78,6 +93,24 @@ def load_data(config: DataConfig) -> Data:
     if classes and len(classes) != num_classes:
         raise ConfigError(f"data.num_classes is {num_classes} but {config.name} has {len(classes)} classes")
     return Data(train, evaluation, num_classes, classes, config.mean, config.std)
+
+
+def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:
+    splits = load_splits(config, alive)
+    num_classes = len(splits.classes)
+    if config.num_classes not in (None, num_classes):
+        raise ConfigError(f"data.num_classes is {config.num_classes} but {config.root} has {num_classes} classes")
+    bad = BadImages(bad_images, config.max_bad_images) if config.on_bad_image == "skip" else None
+    return Data(
+        ImageSplit(splits.train, TRAINING, config, bad),
+        ImageSplit(splits.evaluation, EVALUATION, config, bad),
+        num_classes,
+        splits.classes,
+        config.mean,
+        config.std,
+        {"train": splits.train.fingerprint, "eval": splits.evaluation.fingerprint},
+        splits.notes,
+    )
 
 
 def _class_names(split: Any) -> tuple[str, ...] | None:
@@ -138,7 +171,7 @@ def load_callable(name: str, key: str) -> Any:
     """`module:callable` to the object. Raises ConfigError naming `key` if it cannot be found."""
     module_name, separator, attribute = name.partition(":")
     if not separator:
-        known = ", ".join(KNOWN_DATA) if key == "data.name" else "see the documentation"
+        known = ", ".join([*KNOWN_DATA, IMAGE_FOLDER]) if key == "data.name" else "see the documentation"
         raise ConfigError(f"{key}: {name!r} is neither a known name ({known}) nor module:callable")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
@@ -158,10 +191,5 @@ def as_image_tensor(image: Any) -> Tensor:
     (H, W) or (H, W, C), others unchanged."""
     if isinstance(image, Tensor):
         return image if image.ndim == 3 else image.unsqueeze(0)
-    if hasattr(image, "getbands"):
-        from torchvision.transforms.v2.functional import pil_to_tensor
-
-        tensor: Tensor = pil_to_tensor(image)
-        return tensor
-    array = torch.as_tensor(image)
+    array = torch.as_tensor(np.array(image) if hasattr(image, "getbands") else image)
     return array.unsqueeze(0) if array.ndim == 2 else array.permute(2, 0, 1).contiguous()

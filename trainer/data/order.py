@@ -58,6 +58,14 @@ def random_integers(key: int, indices: Tensor, bound: int) -> Tensor:
     return _shift_right(hash_of(key, indices), 33) % bound
 
 
+def uniforms(key: int) -> Iterator[float]:
+    """Numbers in [0, 1) of 53 bits, from the outputs of the generator seeded with `key`, in their order."""
+    state = key
+    while True:
+        state = (state + _GAMMA) & _MASK
+        yield (_mix(state) >> 11) * 2.0**-53
+
+
 def epoch_permutation(num_samples: int, seed: int, epoch: int, device: torch.device | str = "cpu") -> Tensor:
     """The order of epoch `epoch`: int64 of shape (num_samples,), a stable sort of the samples' hashes."""
     return torch.argsort(hash_of(key_of(seed, epoch), torch.arange(num_samples, device=device)), stable=True)

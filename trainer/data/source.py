@@ -88,7 +88,7 @@ def choose_residency(
             )
         return "device", f"{size:,} bytes on {place}"
     if not all(isinstance(split, TensorSplit) for split in splits):
-        return "stream", f"through {config.num_workers} workers per rank; a module:callable may read what does not fit"
+        return "stream", f"through {config.num_workers} workers per rank; {config.name} may hold more than fits"
     if size > _SHARE * free:
         return (
             "stream",

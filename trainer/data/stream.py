@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.errors import LockstepError, TrainingError
 from trainer.data.datasets import MapStyle, as_image_tensor
+from trainer.data.images import ImageSplit
 from trainer.data.order import RankBatch, key_of
 from trainer.data.workers import Pair, Request, Workers, too_many_files
 from trainer.places import place_of
@@ -35,6 +36,9 @@ class KeyedSamples:
 
     def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, Tensor]:
         epoch, index = sample
+        if isinstance(self.split, ImageSplit):  # draws by the key itself
+            image, label = self.split.sample(self.seed, epoch, index)
+            return image, torch.tensor(label)
         key = key_of(self.seed, epoch - _EVALUATION, index)
         random.seed(key)
         np.random.seed(key % 2**32)
@@ -79,7 +83,8 @@ def _collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     shapes = {tuple(image.shape) for image, _ in samples}
     if len(shapes) > 1:
         raise TrainingError(
-            f"images of one batch have different shapes: {sorted(shapes)[:3]}; resize them in the data set"
+            f"images of one batch have different shapes: {sorted(shapes)[:3]}; set data.image_size for a folder of "
+            "images, or resize them in the data set"
         )
     return torch.stack([image for image, _ in samples]), torch.stack([label for _, label in samples])
 

@@ -1,0 +1,32 @@
+"""Where the splits of a folder of images lie. No torch: the launcher asks too, before anything starts."""
+
+from pathlib import Path
+
+from configs.errors import ConfigError
+from configs.schema import DataConfig
+
+TRAIN, VAL = "train", "val"
+
+
+def find_splits(config: DataConfig, cwd: Path | None = None) -> tuple[Path, Path | None]:
+    """The folders of classes for training and for evaluation; None where the first is to be split.
+
+    Raises ConfigError where data.root holds no such folders, or more than data.val_fraction lets it.
+    """
+    root = (cwd or Path.cwd()) / config.root
+    train, val = root / TRAIN, root / VAL
+    if not root.is_dir():
+        raise ConfigError(f"data.root: there is no folder {root}; give the one that holds {TRAIN}/ and {VAL}/")
+    if config.val_fraction is not None:
+        if train.is_dir() and val.is_dir():
+            raise ConfigError(
+                f"data.val_fraction is {config.val_fraction} and {root} has {TRAIN}/ and {VAL}/ already; "
+                f"leave it out, or split the one by data.root={train}"
+            )
+        return root, None
+    if missing := [f"{folder.name}/" for folder in (train, val) if not folder.is_dir()]:
+        raise ConfigError(
+            f"data.root: {root} has no {' and no '.join(missing)}; make it, with a folder of images for each class, "
+            "or set data.val_fraction to split one folder of classes"
+        )
+    return train, val

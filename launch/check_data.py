@@ -1,0 +1,34 @@
+"""`check-data`: one helper process with torch reads all images before a training does."""
+
+import tempfile
+from pathlib import Path
+
+from configs.errors import ConfigError
+from configs.known_data import IMAGE_FOLDER
+from configs.loader import load_config
+from configs.run_dir import AttemptDir
+from configs.schema import RunConfig
+from launch import preflight
+from launch.options import ROOT, Options
+from launch.plan import Request, plan_launch
+from launch.topology import detect_topology, find_torch_version
+
+
+def check_data(config: Path, out: Path, options: Options) -> int:
+    """Check the folder of images that `config` names, and draw OUT/NAME-samples.png; returns the exit code."""
+    settings = load_config(config, options.overrides).config
+    if settings.data.name != IMAGE_FOLDER:
+        raise ConfigError(f"check-data is for data.name: {IMAGE_FOLDER}, and {config} has {settings.data.name}")
+    # Whatever else is set, no more than this machine is needed.
+    only_data = RunConfig(max_epochs=1, global_batch_size=1, seed=settings.seed, device="cpu", data=settings.data)
+    preflight.check_torch(find_torch_version())
+    preflight.check_folders(only_data, options.cwd)
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+        attempt = AttemptDir(Path(folder))
+        request = Request("check-data", attempt, attempt.path, options.python, ROOT, options.cwd, options.environ)
+        plan = plan_launch(only_data, detect_topology(options.environ), request)
+        plan.worker.save(attempt.plan)
+        picture = options.cwd / out / f"{config.stem}-samples.png"
+        command = [options.python, "-u", "-m", f"{options.worker}.check_data", str(attempt.plan), str(picture)]
+        code, _ = preflight.run_helper(command, plan, options.environ, capture=False)
+    return code

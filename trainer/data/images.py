@@ -1,0 +1,80 @@
+"""A folder of images as a data set."""
+
+import errno
+
+from torch import Tensor
+
+from configs.errors import EnvironmentProblem, TrainingError
+from configs.schema import DataConfig
+from configs.text import printable
+from trainer.data.augment import CROP
+from trainer.data.bad_images import BadImages
+from trainer.data.crops import centre_view, random_view
+from trainer.data.decode import DecodingError, View, read_pixels, whole
+from trainer.data.folder import Files
+from trainer.data.order import key_of
+
+TRAINING, EVALUATION = "training", "evaluation"
+"""The names of the splits."""
+
+
+class ImageSplit:
+    """One split of a folder of images; sample i is file i, in the order of the paths' bytes."""
+
+    def __init__(self, files: Files, name: str, config: DataConfig, bad: BadImages | None = None) -> None:
+        self.files, self.name = files, name
+        self.config = config
+        self.bad = bad
+        """Where an image that cannot be decoded is listed; None: it is an error."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.sample(0, 0, index)
+
+    def sample(self, seed: int, epoch: int, index: int) -> tuple[Tensor, int]:
+        """The image, uint8 (channels, H, W), and its class; a random crop is that of (seed, epoch, index).
+
+        In place of one that cannot be decoded it is the first after it that can be, from the last on to the first: the
+        same one whoever reads it, and as often as it is read.
+        """
+        view, bad = self._view(seed, epoch, index), list[tuple[str, str]]()
+        for number in (*range(index, len(self)), *range(index)):
+            path = self.files.path(number)
+            try:
+                pixels = self._read(path, view)
+            except DecodingError as error:
+                if self.bad is None:
+                    raise TrainingError(
+                        f"{printable(path)} (sample {number} of the {self.name} split) cannot be decoded: {error}; "
+                        "repair it, take it away, or set data.on_bad_image=skip"
+                    ) from error
+                bad.append((path, str(error)))
+            else:
+                self._list(bad, path)
+                return pixels, int(self.files.labels[number])
+        self._list(bad, "nothing")
+        raise TrainingError(f"none of the {len(self)} images of the {self.name} split can be decoded")
+
+    def _list(self, bad: list[tuple[str, str]], instead: str) -> None:
+        for path, why in bad:
+            assert self.bad is not None
+            self.bad.add(path, why, instead)
+
+    def _view(self, seed: int, epoch: int, index: int) -> View:
+        side, augment = self.config.image_size, self.config.augment
+        if side is None:
+            return whole
+        if self.name == TRAINING and augment.crop_scale is not None:
+            return random_view(key_of(seed, epoch, CROP, index), side, augment.crop_scale, augment.crop_ratio)
+        return centre_view(side, self.config.resize_size or round(side * 8 / 7))
+
+    def _read(self, path: str, view: View) -> Tensor:
+        try:
+            return read_pixels(path, self.config.channels, view)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            # Not the image's fault, and perhaps gone in a minute: another in its place would be another training.
+            raise EnvironmentProblem(f"cannot read {printable(path)}: {error.strerror}; look at the disk") from error
