@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
 from configs.derive import counted, lr_plan, plan_batches, resolve_precision, steps_per_epoch, total_steps
 from configs.known_data import KNOWN_DATA
@@ -19,7 +20,7 @@ def render_plan(
     plan: LaunchPlan,
     topology: Topology,
     origins: Mapping[str, str],
-    probe: Mapping[str, float] | None = None,
+    probe: Mapping[str, Any] | None = None,
     note: str = "",
 ) -> str:
     """The whole plan; `origins` says where each value comes from, `probe` is what trainer.prepare measured."""
@@ -37,7 +38,7 @@ def render_plan(
         "time limits": _time_limits(config.launch),
     }
     lines = [f"{name:<14} {value}" for name, value in (facts | _probed(probe) | _probed_batch(plan, probe)).items()]
-    lines += [f"{'note':<14} {warning}" for warning in plan.warnings]
+    lines += [f"{'note':<14} {note}" for note in (*plan.warnings, *(probe or {}).get("notes", ()))]
     return "\n".join([*lines, "", *_command(plan), "", *_environment(plan), "", *_config(config, origins)])
 
 
@@ -55,7 +56,7 @@ def _precision(plan: LaunchPlan, topology: Topology) -> str:
     )
 
 
-def _num_train(config: RunConfig, probe: Mapping[str, float] | None) -> int | None:
+def _num_train(config: RunConfig, probe: Mapping[str, Any] | None) -> int | None:
     if known := KNOWN_DATA.get(config.data.name):
         return known.num_train
     return int(probe["num_train"]) if probe and "num_train" in probe else None
@@ -98,18 +99,19 @@ def _data(config: RunConfig) -> str:
     )
 
 
-def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
+def _probed(probe: Mapping[str, Any] | None) -> dict[str, str]:
     if not probe or "parameters" not in probe:
         return {}
     return {
         "parameters": f"{int(probe['parameters']):,}",
         "checkpoint": f"{probe['checkpoint_bytes'] / MIB:.2f} MiB",
         "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
+        "FLOPs": f"{probe['flops']}",
         "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
     }
 
 
-def _probed_batch(plan: LaunchPlan, probe: Mapping[str, float] | None) -> dict[str, str]:
+def _probed_batch(plan: LaunchPlan, probe: Mapping[str, Any] | None) -> dict[str, str]:
     if not probe or "largest_micro_batch" not in probe:
         return {}
     size, how = int(probe["largest_micro_batch"]), "by an estimate" if probe["is_estimate"] else "as tried"

@@ -134,8 +134,9 @@ def _use_mirror(source: Any, mirror: str) -> None:
         source.url = f"{mirror}/{source.filename}"
 
 
-def probe(plan: WorkerPlan) -> dict[str, int | float]:
-    """Parameters, checkpoint bytes, one step's milliseconds and this process's peak memory in bytes, in one process."""
+def probe(plan: WorkerPlan) -> dict[str, Any]:
+    """Parameters, checkpoint bytes, one step's milliseconds, its FLOPs and this process's peak memory in bytes, in one
+    process."""
     from trainer.probe import measure
 
     return measure(plan)

@@ -19,12 +19,13 @@ from trainer.outcome import settle
 from trainer.resume import snapshot
 from trainer.run import Run
 from trainer.runtime import RunContext
+from trainer.speed import count_speed, describe_speed
 from trainer.stop import StopFlag
 
 
-def measure(plan: WorkerPlan) -> dict[str, int | float]:
+def measure(plan: WorkerPlan) -> dict[str, Any]:
     """Build the job for one process and take three steps of one rank's share;
-    the fastest is reported, in milliseconds."""
+    the fastest is reported, in milliseconds, and what it achieves."""
     job = build_alone(plan)
     batches = job.source.training(job.order.batches(0, 0))
     times = []
@@ -38,6 +39,7 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
         times.append(time.perf_counter() - start)
     saved = snapshot(job)
     tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
+    speed = count_speed(job)
     return {
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
@@ -45,6 +47,8 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
         "peak_memory_bytes": _peak_bytes(job.context.device),
         "num_train": job.facts["num_train"],
         "num_eval": job.facts["num_eval"],
+        "flops": describe_speed(speed.facts(job.order.global_batch_size / min(times))),
+        "notes": speed.notes(),
     }
 
 

@@ -19,6 +19,7 @@ from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
 from trainer.account import TimeOfRun
 from trainer.job import Job
+from trainer.speed import describe_speed
 from trainer.tracking import as_json
 
 GitAnswer = Callable[[], str | None]
@@ -65,8 +66,9 @@ def _smaller_than_wanted(job: Job, plan: WorkerPlan, batch: BatchPlan) -> list[s
     return [f"memory     micro-batches of {batch.max_micro_batch}, not {wanted}, which ran out of memory; {change}"]
 
 
-def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, Any]:
-    """The content of result.json: fractions, seconds, images/s (of this attempt, evaluation included)."""
+def result_of(job: Job, plan: WorkerPlan, images_per_sec: float, in_steps: float) -> dict[str, Any]:
+    """The content of result.json: fractions, seconds, images/s (of this attempt, evaluation included), and FLOP/s, by
+    the images/s `in_steps`."""
     metrics: dict[str, float] = {}
     for prefix, evaluation in job.evaluations.items():
         metrics |= evaluation.metrics(prefix)
@@ -83,6 +85,7 @@ def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, An
         "wall_s": job.wall_s(),
         "stopped_early": job.stops_early(),
         "images_per_sec": images_per_sec,
+        "arithmetic": None if job.speed is None else job.speed.facts(in_steps),
         "precision": job.context.precision,
         "device": plan.device,
         "world_size": job.context.world_size,
@@ -130,6 +133,8 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any], spent: Time
     ]
     rows += [("steps", f"{result['step']}" + (f" and {result['skipped']} skipped" if result["skipped"] else ""))]
     rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]
+    if result["arithmetic"] is not None:
+        rows += [("FLOPs", describe_speed(result["arithmetic"]))]
     rows += [("time", spent.describe()), *(("ranks", line) for line in stragglers)]
     for name, value in rows:
         job.console.line(f"  {name:<16}{value}")
