@@ -3,8 +3,8 @@
 The pass that is counted is made on tensors without data (device `meta`), by a copy of the network in evaluation mode:
 no weight, gradient, running statistic or random number of the training is touched, whatever wraps the real network
 (DDP, compile, autocast, virtual shards), and it needs no memory. A real pass would miss what the CPU and cuDNN compute
-in one kernel: attention and recurrent layers. It was measured too: 5 ms for the tutorial's net, 0.1 to 0.5 s for
-ResNet-18 to ResNet-50.
+in one kernel: attention and recurrent layers. Measured on one CPU core: 20 ms once for the tutorial's net, 35 ms for
+mnist_cnn, 0.5 s for ResNet-50, at the first log point and so after the start; nothing is added to a step.
 """
 
 import contextlib

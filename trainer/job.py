@@ -79,6 +79,10 @@ class Job:
     order: Order
     preprocess: Preprocess
     image_shape: tuple[int, int, int]
+    channels_last: bool
+    """The memory format of images and weights."""
+    why_layout: str
+    is_compiled: bool
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     evaluator: Evaluator
     tracker: Tracker | NullTracker

@@ -5,6 +5,7 @@ import resource
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,7 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
     the fastest is reported, in milliseconds, and what it achieves."""
     job = build_alone(plan)
     batches = job.source.training(job.order.batches(0, 0))
-    times = []
-    for _ in range(3):
-        batch, pieces = next(batches)
-        start = time.perf_counter()
-        train_step(job, batch, pieces)
-        settle(job)
-        if job.context.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
+    times = [timed_step(job, batches) for _ in range(3)]
     saved = snapshot(job)
     tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
     speed = count_speed(job)
@@ -50,6 +43,17 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
         "flops": describe_speed(speed.facts(job.order.global_batch_size / min(times))),
         "notes": speed.notes(),
     }
+
+
+def timed_step(job: Job, batches: Iterator[Any]) -> float:
+    """Seconds of one step, without the wait for its batch."""
+    batch, pieces = next(batches)
+    start = time.perf_counter()
+    train_step(job, batch, pieces)
+    settle(job)
+    if job.context.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def build_alone(plan: WorkerPlan, **changes: Any) -> Job:

@@ -17,6 +17,7 @@ from configs.derive import BatchPlan, counted, lr_plan, plan_batches
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
+from trainer import choices
 from trainer.account import TimeOfRun
 from trainer.job import Job
 from trainer.speed import describe_speed
@@ -49,7 +50,7 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) ->
         *_smaller_than_wanted(job, plan, batch),
         f"steps      {job.total_steps} = {length} of {per_epoch}",
         f"optimizer  {config.optim.name}, {config.schedule.name}: lr at 0/25/50/75/100 % = {rates}",
-        f"precision  {job.context.precision}" + (" (auto)" if config.mixed_precision == "auto" else ""),
+        *choices.lines(job, plan),
         f"runtime    {plan.world_size} x {plan.device}, {threads}, torch {torch.__version__}",
     ]
 
