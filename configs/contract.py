@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from configs.derive import BatchPlan, plan_batches
+from configs.derive import CPU_WORKERS, BatchPlan, plan_batches
 from configs.schema import RunConfig
 
 OUT_OF_MEMORY = "OutOfMemoryError"
@@ -50,10 +50,24 @@ class WorkerPlan:
     """Whether to go on with files of a data set that are not those that the checkpoint was trained on."""
     max_micro_batch: int | None = None
     """Samples per forward pass that the launcher allows, since more ran out of memory; None: what the config says."""
+    auto_workers: int = CPU_WORKERS
+    """Loader workers of a rank where data.num_workers is auto."""
+    compile_pays: bool = False
+    """What compile: auto means, by a measurement."""
+    compile_reason: str = "nothing was measured"
 
     @property
     def batches(self) -> BatchPlan:
         return plan_batches(self.config, self.world_size, self.max_micro_batch)
+
+    @property
+    def num_workers(self) -> int:
+        """Loader workers of a rank that streams."""
+        return self.auto_workers if self.config.data.num_workers == "auto" else self.config.data.num_workers
+
+    @property
+    def compiles(self) -> bool:
+        return self.compile_pays if self.config.compile == "auto" else self.config.compile
 
     def save(self, path: Path, **facts: Any) -> None:
         """Write the plan; `facts` (command, environment) are for the reader of the file only."""

@@ -157,3 +157,42 @@ def resolve_precision(config: RunConfig, device: str, *, has_amx: bool) -> str:
     if device == "cuda":
         return "fp16"
     return "bf16" if device == "cpu" and has_amx else "no"
+
+
+def why_precision(config: RunConfig, device: str, *, has_amx: bool) -> str:
+    """The reason for what resolve_precision() says; empty where it is the user's word."""
+    if config.mixed_precision != "auto":
+        return ""
+    if config.dtype == "float64":
+        return "auto: dtype is float64"
+    if device == "cpu":
+        return f"auto: this CPU has {'AMX' if has_amx else 'no AMX'}"
+    return f"auto: on {device}"
+
+
+def with_reason(value: str, why: str) -> str:
+    """`bf16 (auto: this CPU has AMX)`."""
+    return f"{value} ({why})" if why else value
+
+
+CPU_WORKERS, MAX_WORKERS = 2, 8
+WORKER_SHM_BYTES = 64 * 2**20
+"""Shared memory that a loader worker should have for its batches; what they really take, the ranks check."""
+
+
+def resolve_workers(
+    config: RunConfig, device: str, cores: int, local_world_size: int, shm_bytes: int | None
+) -> tuple[int, str]:
+    """Loader workers of a rank that streams, and why; the reason is empty where it is the user's word.
+
+    Beside a GPU the cores of the host have nothing else to do; on a CPU they compute.
+    """
+    if config.data.num_workers != "auto":
+        return config.data.num_workers, ""
+    if device != "cuda":
+        return CPU_WORKERS, f"auto: the cores compute on {device}"
+    room = MAX_WORKERS if shm_bytes is None else shm_bytes // WORKER_SHM_BYTES // local_world_size
+    most = max(CPU_WORKERS, min(MAX_WORKERS, room))
+    share = f"{counted(cores, 'core')} / {counted(local_world_size, 'process')} - 1, from 1 to {most}"
+    because = "" if most == MAX_WORKERS else ", which shared memory has room for"
+    return max(1, min(most, cores // local_world_size - 1)), f"auto: {share}{because}"

@@ -208,7 +208,9 @@ def _validate(settings: dict[str, _Setting], problems: _Problems) -> RunConfig:
         try:
             return RunConfig.model_validate(_nested(settings))
         except ValidationError as invalid:
-            bad = {key for error in invalid.errors() for key in _blame(error, settings, problems)}
+            # Of a value that may also be `auto`, one error is enough.
+            errors = [error for error in invalid.errors() if error["loc"][-1:] != ("literal['auto']",)]
+            bad = {key for error in errors for key in _blame(error, settings, problems)}
         needed = {key: _Setting(1, settings[key].place) for pair in ONE_OF for key in pair if key in bad}
         settings = {key: setting for key, setting in settings.items() if key not in bad} | needed
 

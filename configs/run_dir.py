@@ -164,6 +164,11 @@ class RunDir:
         return self.path / "classes.json"
 
     @property
+    def compile_choice(self) -> Path:
+        """What `compile: auto` was found to mean; to be deleted to have it measured again."""
+        return self.path / "compile.json"
+
+    @property
     def weights(self) -> Path:
         """The finished run's weights with plain names, those that "best" was judged on."""
         return self.path / "model.safetensors"

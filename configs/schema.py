@@ -78,6 +78,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 PerChannel = Annotated[tuple[Finite, ...], Field(min_length=1), BeforeValidator(_tuple)]
 Range = Annotated[tuple[Finite, Finite], BeforeValidator(_tuple)]
 Precision = Annotated[Literal["auto", "no", "fp16", "bf16"], BeforeValidator(_precision)]
+Auto = Literal["auto"]
 
 
 class Section(BaseModel):
@@ -132,7 +133,11 @@ class DataConfig(Section):
     residency: Literal["auto", "device", "stream"] = Field(
         default="auto", description="device: the whole set as one uint8 tensor on the device; stream: through workers"
     )
-    num_workers: CountOrZero = Field(default=2, description="loader processes per rank when streaming")
+    num_workers: CountOrZero | Auto = Field(
+        default="auto",
+        description="loader processes per rank when streaming; auto: 2 on a CPU, whose cores compute; "
+        "on GPUs cores / local ranks - 1, from 1 to 8",
+    )
     num_classes: Count | None = Field(
         default=None, description="classes of a module:callable data set; known for the built-in ones"
     )
@@ -414,15 +419,20 @@ class RunConfig(Section):
         default="auto", description="auto: fp16 on CUDA, bf16 on a CPU with AMX, else no"
     )
     dtype: Literal["float32", "float64"] = Field(default="float32", description="of the weights; float64 is for proofs")
-    channels_last: bool = Field(
-        default=False, description="memory format of images and weights; faster for most convolution nets"
+    channels_last: bool | Auto = Field(
+        default="auto",
+        description="memory format of images and weights; auto: where convolutions are computed in fp16 or bf16",
     )
     virtual_shards: Annotated[int, Field(ge=0), BeforeValidator(_whole), AfterValidator(_power_of_two)] = Field(
         default=0,
         description="cut each global batch into this many parts, a power of two, and sum them in one fixed order: the "
         "same bits on any number of processes that divides it; 0 = off",
     )
-    compile: bool = Field(default=False, description="torch.compile the network")
+    compile: bool | Auto = Field(
+        default=False,
+        description="torch.compile the network; auto: measure first, which takes a minute or two once a run, and "
+        "compile if the planned steps gain more than that",
+    )
     steps_per_execution: Count = Field(
         default=1,
         description="updates in one call of a compiled function: twice as fast for long jobs of small networks on one "

@@ -36,10 +36,11 @@ def explain(key: str, value: Any, error: ErrorDetails) -> str:
     if "$ref" in taken.get("items", {}):
         at = f" at {'.'.join(map(str, error['loc'][1:]))}" if error["loc"][1:] else ""
         return f"{show(value)} cannot be used{at}: {error['msg']} (expected such as [{{kind: exit, rank: 1, step: 7}}])"
-    or_null = ", or null" if "anyOf" in schema else ""
+    others = [kind.get("const", "null") for kind in schema.get("anyOf", [schema])[1:]]
+    or_null = "".join(f", or {other}" for other in others)
     choices = ["true", "false"] if taken["type"] == "boolean" else taken.get("enum")
     if choices:
-        nearest = did_you_mean(TRUTH.get(value, value), choices) if isinstance(value, str) else ""
+        nearest = did_you_mean(TRUTH.get(value, value), [*choices, *others]) if isinstance(value, str) else ""
         return f"{show(value)} is unknown (expected one of {', '.join(choices)}{or_null}){nearest}"
     kind, expected = KINDS[taken["type"]]
     fault = "out of range" if error["type"] in RANGE_ERRORS and taken["type"] != "array" else f"not {kind}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.contract import WorkerPlan
-from configs.derive import counted, plan_batches, steps_per_epoch
+from configs.derive import WORKER_SHM_BYTES, counted, plan_batches, resolve_workers, steps_per_epoch
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import KNOWN_DATA
 from configs.run_dir import AttemptDir, RunDir
@@ -101,7 +101,8 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
     if nproc * nnodes == 1 and request.launcher != "accelerate":
         backend = "direct"
     _check_faults(config, request.attempt, nproc * nnodes)
-    threads, threads_note = plan_threads(config, topology, nproc, request.environ)
+    workers, _ = resolve_workers(config, device, topology.cores, nproc, topology.shm_bytes)
+    threads, threads_note = plan_threads(config, topology, nproc, request.environ, num_loaders(config, workers))
     worker = WorkerPlan(
         mode=request.mode,
         config=config,
@@ -116,6 +117,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         checkpoint=request.checkpoint,
         allow_changes=request.allow_changes,
         max_micro_batch=request.max_micro_batch,
+        auto_workers=workers,
     )
     return LaunchPlan(
         worker=worker,
@@ -129,7 +131,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         files=_files(worker),
         attempt=request.attempt,
         cwd=request.cwd,
-        warnings=[*_warnings(config, topology, nproc), *_memory_note(worker, request)],
+        warnings=[*_warnings(worker, topology), *_memory_note(worker, request)],
     )
 
 
@@ -202,14 +204,15 @@ def _check_faults(config: RunConfig, attempt: AttemptDir, world_size: int) -> No
             )
 
 
-def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Mapping[str, str]) -> tuple[int, str]:
+def plan_threads(
+    config: RunConfig, topology: Topology, nproc: int, environ: Mapping[str, str], loaders: int
+) -> tuple[int, str]:
     """CPU threads per rank, and where the number comes from."""
     if config.launch.num_threads is not None:
         return config.launch.num_threads, "launch.num_threads"
     own = environ.get("OMP_NUM_THREADS", "")
     if own.isdigit() and int(own) > 0:
         return int(own), "OMP_NUM_THREADS of your environment"
-    loaders = num_loaders(config)
     if config.virtual_shards:  # as many on any number of processes: sums over threads have an order, too
         note = f"{counted(topology.cores, 'core')} / {counted(config.virtual_shards, 'virtual shard')}"
         return max(1, topology.cores // config.virtual_shards), note
@@ -218,11 +221,11 @@ def plan_threads(config: RunConfig, topology: Topology, nproc: int, environ: Map
     return max(1, topology.cores // nproc - loaders), note
 
 
-def num_loaders(config: RunConfig) -> int:
-    """Loader workers of a rank. That a built-in set is too large for the device, only the ranks will find out."""
+def num_loaders(config: RunConfig, workers: int) -> int:
+    """`workers` where a rank streams. That a built-in set is too large for the device, only the ranks will find out."""
     data = config.data
     streams = data.residency == "stream" or (data.residency == "auto" and data.name not in KNOWN_DATA)
-    return data.num_workers if streams else 0
+    return workers if streams else 0
 
 
 def _command(worker: WorkerPlan, request: Request) -> list[str]:
@@ -321,9 +324,9 @@ def _memory_note(worker: WorkerPlan, request: Request) -> list[str]:
     return [f"micro-batches of at most {size}: more ran out of memory, says {file}; delete it to forget"]
 
 
-def _warnings(config: RunConfig, topology: Topology, nproc: int) -> list[str]:
-    workers = nproc * num_loaders(config)
-    if topology.shm_bytes is not None and topology.shm_bytes < workers * 64 * 2**20:
+def _warnings(worker: WorkerPlan, topology: Topology) -> list[str]:
+    workers = worker.local_world_size * num_loaders(worker.config, worker.num_workers)
+    if topology.shm_bytes is not None and topology.shm_bytes < workers * WORKER_SHM_BYTES:
         mib = topology.shm_bytes // 2**20
         return [f"shared memory is {mib} MiB, little for {counted(workers, 'loader worker')} (docker: --shm-size)"]
     return []

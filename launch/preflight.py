@@ -53,7 +53,7 @@ def check_open_files(plan: LaunchPlan) -> None:
     Measured: a rank has about 40 open and 4 for each other rank; a worker needs 5 in it, and 4 for its batches, twice
     while an evaluation goes on.
     """
-    workers = num_loaders(plan.config)
+    workers = num_loaders(plan.config, plan.worker.num_workers)
     needed = 64 + 8 * plan.worker.world_size + 20 * workers
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if workers and limit != resource.RLIM_INFINITY and limit < needed:

@@ -1,4 +1,4 @@
-"""`plan --probe` and `--probe-batch`: one helper process with torch measures what the launcher cannot know."""
+"""`plan --probe`, `--probe-batch`, `compile: auto`: a helper with torch measures what the launcher cannot know."""
 
 import json
 import tempfile
@@ -19,6 +19,11 @@ def probe(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "trainer")
 def probe_batch(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "trainer") -> dict[str, Any]:
     """The largest micro-batch that fits in memory, a rank's share of the batch, and whether it is an estimate."""
     return _ask("--probe-batch", plan, environ, worker)
+
+
+def probe_compile(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "trainer") -> dict[str, Any]:
+    """Whether torch.compile pays (`compile`), and the reason (`why`)."""
+    return _ask("--probe-compile", plan, environ, worker)
 
 
 def _ask(what: str, plan: LaunchPlan, environ: Mapping[str, str], worker: str) -> dict[str, Any]:

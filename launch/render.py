@@ -3,12 +3,23 @@
 import json
 import shlex
 from collections.abc import Mapping
+from typing import Any
 
-from configs.derive import counted, lr_plan, plan_batches, resolve_precision, steps_per_epoch, total_steps
+from configs.derive import (
+    counted,
+    lr_plan,
+    plan_batches,
+    resolve_precision,
+    resolve_workers,
+    steps_per_epoch,
+    total_steps,
+    why_precision,
+    with_reason,
+)
 from configs.known_data import KNOWN_DATA
 from configs.schema import LaunchConfig, RunConfig
 from launch.follow import shown
-from launch.plan import LaunchPlan
+from launch.plan import LaunchPlan, num_loaders
 from launch.topology import Topology
 
 UNKNOWN = "unknown (use plan --probe)"
@@ -19,7 +30,7 @@ def render_plan(
     plan: LaunchPlan,
     topology: Topology,
     origins: Mapping[str, str],
-    probe: Mapping[str, float] | None = None,
+    probe: Mapping[str, Any] | None = None,
     note: str = "",
 ) -> str:
     """The whole plan; `origins` says where each value comes from, `probe` is what trainer.prepare measured."""
@@ -34,10 +45,12 @@ def render_plan(
         "steps": _steps(plan, num_train),
         "learning rate": _learning_rates(plan, num_train),
         "data": _data(config),
+        "loader workers": _workers(plan, topology),
         "time limits": _time_limits(config.launch),
+        **({"compile": _compile(probe)} if config.compile == "auto" else {}),
     }
     lines = [f"{name:<14} {value}" for name, value in (facts | _probed(probe) | _probed_batch(plan, probe)).items()]
-    lines += [f"{'note':<14} {warning}" for warning in plan.warnings]
+    lines += [f"{'note':<14} {note}" for note in (*plan.warnings, *(probe or {}).get("notes", ()))]
     return "\n".join([*lines, "", *_command(plan), "", *_environment(plan), "", *_config(config, origins)])
 
 
@@ -47,15 +60,26 @@ def _time_limits(launch: LaunchConfig) -> str:
 
 
 def _precision(plan: LaunchPlan, topology: Topology) -> str:
-    precision = resolve_precision(plan.config, plan.worker.device, has_amx=topology.has_amx)
-    return (
-        precision
-        if precision == plan.config.mixed_precision
-        else f"{precision} (mixed_precision: {plan.config.mixed_precision})"
-    )
+    config, device, has_amx = plan.config, plan.worker.device, topology.has_amx
+    precision = resolve_precision(config, device, has_amx=has_amx)
+    return with_reason(precision, why_precision(config, device, has_amx=has_amx))
 
 
-def _num_train(config: RunConfig, probe: Mapping[str, float] | None) -> int | None:
+def _workers(plan: LaunchPlan, topology: Topology) -> str:
+    worker = plan.worker
+    cores, shm_bytes = topology.cores, topology.shm_bytes
+    workers, why = resolve_workers(plan.config, worker.device, cores, worker.local_world_size, shm_bytes)
+    if not num_loaders(plan.config, 1):
+        return "none (the data are held on each device)"
+    return with_reason(f"{workers} per process", why)
+
+
+def _compile(probe: Mapping[str, Any] | None) -> str:
+    found = (probe or {}).get("compile")
+    return with_reason("on" if found["compile"] else "off", found["why"]) if found else UNKNOWN
+
+
+def _num_train(config: RunConfig, probe: Mapping[str, Any] | None) -> int | None:
     if known := KNOWN_DATA.get(config.data.name):
         return known.num_train
     return int(probe["num_train"]) if probe and "num_train" in probe else None
@@ -98,18 +122,19 @@ def _data(config: RunConfig) -> str:
     )
 
 
-def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
+def _probed(probe: Mapping[str, Any] | None) -> dict[str, str]:
     if not probe or "parameters" not in probe:
         return {}
     return {
         "parameters": f"{int(probe['parameters']):,}",
         "checkpoint": f"{probe['checkpoint_bytes'] / MIB:.2f} MiB",
         "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
+        "FLOPs": f"{probe['flops']}",
         "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
     }
 
 
-def _probed_batch(plan: LaunchPlan, probe: Mapping[str, float] | None) -> dict[str, str]:
+def _probed_batch(plan: LaunchPlan, probe: Mapping[str, Any] | None) -> dict[str, str]:
     if not probe or "largest_micro_batch" not in probe:
         return {}
     size, how = int(probe["largest_micro_batch"]), "by an estimate" if probe["is_estimate"] else "as tried"

@@ -180,6 +180,17 @@ def remember_micro_batch(run: RunDir, size: int, why: str) -> None:
     write_atomically(run.micro_batch, json.dumps({"max_micro_batch": size, "why": why}, indent=1))
 
 
+def remembered_compile(run: RunDir, device: str) -> dict[str, Any] | None:
+    """What `compile: auto` was found to mean on this kind of device; None if nothing was measured."""
+    found = read_json(run.compile_choice)
+    is_whole = isinstance(found.get("compile"), bool) and isinstance(found.get("why"), str)
+    return found if is_whole and found.get("device") == device else None
+
+
+def remember_compile(run: RunDir, found: dict[str, Any], device: str) -> None:
+    write_atomically(run.compile_choice, json.dumps(found | {"device": device}, indent=1))
+
+
 def settle_restart(restart: Restart, attempt: AttemptDir) -> Restart:
     """With the checkpoint that the ranks of `attempt` did go on from: the newest one may have been damaged."""
     resumed = read_json(attempt.resumed)

@@ -14,6 +14,7 @@ from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
 from launch import preflight, run_folder
 from launch.backends import JOIN_TIMEOUT_S
+from launch.compiling import settle_compile
 from launch.follow import say, shown
 from launch.meeting import meeting_folder
 from launch.options import ROOT, Options, parse_checkpoint, parse_nodes, parse_nproc, together
@@ -228,13 +229,22 @@ def _attempt(
         plan = plan_launch(job.loaded.config, job.topology, request)
         for name, text in plan.files.items():
             (attempt.path / name).write_text(text, encoding="utf-8")
-        plan.worker.save(attempt.plan, command=plan.argv, environment=plan.environment, node_rank=plan.node_rank)
+        _save(plan)
         _announce(plan, run, options.endpoint, is_first=is_first)
         if is_first and preflight.data_missing(plan.config, plan.cwd):
             code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
             if code != EXIT_DONE:
                 return plan, Verdict(code, [])
-        return plan, _run(plan, run, options, signals)
+        settled = settle_compile(plan, run, options.environ, options.worker, may_measure=is_first)
+        if settled is not plan:
+            written = attempt.plan.stat()
+            _save(settled)
+            os.utime(attempt.plan, ns=(written.st_atime_ns, written.st_mtime_ns))  # the account of time starts there
+        return settled, _run(settled, run, options, signals)
+
+
+def _save(plan: LaunchPlan) -> None:
+    plan.worker.save(plan.attempt.plan, command=plan.argv, environment=plan.environment, node_rank=plan.node_rank)
 
 
 def _run(plan: LaunchPlan, run: RunDir, options: Options, signals: StopSignals) -> Verdict:

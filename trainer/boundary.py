@@ -9,6 +9,7 @@ from trainer.evaluate import EvalResult
 from trainer.job import Job
 from trainer.optim import averaged_tensors
 from trainer.snapshot import save
+from trainer.speed import speed_of
 
 SAVES_FIRST_STEP = ["cuda"]
 """Devices that run out of memory in the first step, if at all: a checkpoint after it is what a restart goes on from."""
@@ -92,8 +93,10 @@ def log_point(job: Job) -> None:
         job.grad_norm = None
     busy_s, data_wait_s, stall_s = account.busy_s(), account.seconds[DATA], account.seconds[SAVING]
     if seconds := busy_s - clock.busy_s:
-        metrics["perf/images_per_sec"] = (state.samples_seen - clock.samples) / seconds
+        rate = (state.samples_seen - clock.samples) / seconds
+        metrics["perf/images_per_sec"] = rate
         metrics["perf/data_wait_fraction"] = (data_wait_s - clock.data_wait_s) / seconds
+        metrics |= {} if (speed := speed_of(job)) is None else speed.metrics(rate)
     if stall_s > clock.stall_s:
         metrics["perf/checkpoint_stall_s"] = stall_s - clock.stall_s
     if job.context.scaler is not None:

@@ -12,6 +12,7 @@ from configs.errors import ConfigError
 from configs.schema import LossConfig, RunConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
+from trainer.choices import choose_channels_last
 from trainer.console import Console
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
@@ -46,21 +47,21 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     shape = image_shape(data)
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
     check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
-    model = context.together(lambda: _model(run, context, data, shape))
+    model, channels_last, why_layout = context.together(lambda: _model(run, context, data, shape))
     run.account.beat()
     splits = _splits(run, context, data)
-    residency, reason = choose_residency(config.data, splits, device, context.local_world_size)
-    ranks, micro_batch = (context.local_world_size, context.world_size), batch.max_micro_batch
-    notes = context.together(lambda: check_loaders(config, splits, micro_batch, ranks, streams=residency == "stream"))
+    workers = run.plan.num_workers
+    residency, reason = choose_residency(config.data, splits, device, context.local_world_size, workers)
+    notes = context.together(lambda: check_loaders(run.plan, splits, streams=residency == "stream"))
     source, eval_source = (
-        build_source(split, residency, config.data, config.seed, data.num_classes, device, run.stop) for split in splits
+        build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop) for split in splits
     )
     preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
-    evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes)
-    facts = _facts(run, context, data, model, batch.global_batch_size)
+    evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
+    facts = _facts(run, context, data, model, batch.global_batch_size) | {"channels_last": channels_last}
     console = _console(run, context)
     saver = _saver(run, context, console)
-    module, signals = prepare(context, model, compile_it=config.compile, without_ddp=config.virtual_shards > 0)
+    module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
     run.job = job = Job(
         config=config,
         context=context,
@@ -74,6 +75,9 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         order=_order(config, context, batch, len(data.train), device if residency == "device" else torch.device("cpu")),
         preprocess=preprocess,
         image_shape=shape,
+        channels_last=channels_last,
+        why_layout=why_layout,
+        is_compiled=run.plan.compiles,
         loss_sum=partial(LOSSES[config.loss.name], config.loss),
         evaluator=evaluator,
         tracker=NullTracker(),
@@ -119,7 +123,13 @@ def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples
 
 
 def _evaluator(
-    config: RunConfig, model: nn.Module, source: Source, preprocess: Preprocess, num_classes: int
+    config: RunConfig,
+    model: nn.Module,
+    source: Source,
+    preprocess: Preprocess,
+    num_classes: int,
+    *,
+    channels_last: bool,
 ) -> Evaluator:
     return Evaluator(
         model=copy.deepcopy(model).requires_grad_(False).eval(),
@@ -129,7 +139,7 @@ def _evaluator(
         loss_sum=partial(LOSSES[config.loss.name], LossConfig()),
         config=config.eval,
         num_classes=num_classes,
-        channels_last=config.channels_last,
+        channels_last=channels_last,
         has_own_statistics=config.virtual_shards == 0,
     )
 
@@ -144,7 +154,8 @@ def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
     return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
 
 
-def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> nn.Module:
+def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> tuple[nn.Module, bool, str]:
+    """The network where it is to be trained, whether it lies in channels_last, and why."""
     config = run.plan.config
     model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
     if config.sync_batchnorm and context.world_size > 1:
@@ -152,9 +163,10 @@ def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, i
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if config.init_from is not None and not checkpoint.step_folders(run.run_dir.checkpoints):
         resume.load_weights(model, config.init_from)
-    if config.channels_last:
+    channels_last, why = choose_channels_last(config, model, context.precision)
+    if channels_last:
         model = model.to(memory_format=torch.channels_last)
-    return model.to(context.device)
+    return model.to(context.device), channels_last, why
 
 
 def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, global_batch_size: int) -> dict[str, Any]:
@@ -175,6 +187,7 @@ def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, global
         "device": run.plan.device,
         "gpu": torch.cuda.get_device_name(context.device) if run.plan.device == "cuda" else None,
         "precision": context.precision,
+        "compile": run.plan.compiles,
         "threads_per_rank": run.plan.threads_per_rank,
         "versions": summary.versions(),
     }

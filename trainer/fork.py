@@ -34,8 +34,10 @@ def start_ranks(attempt: AttemptDir) -> int:
 
 def _fork(attempt: AttemptDir, rank: int, world_size: int) -> int:
     """Returns the process id of the new rank."""
+    parent = os.getpid()
     pid = os.fork()
     if pid == 0:
+        die_with_parent(parent)
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         os.environ.update({name: str(value) for name, value in own.items()})
         leave(main(attempt))

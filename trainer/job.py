@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -29,6 +29,9 @@ from trainer.shards import Shards
 from trainer.state import TrainState
 from trainer.stop import StopFlag
 from trainer.tracking import NullTracker, SampleLog, Tracker
+
+if TYPE_CHECKING:
+    from trainer.speed import Speed
 
 
 @dataclass
@@ -76,6 +79,10 @@ class Job:
     order: Order
     preprocess: Preprocess
     image_shape: tuple[int, int, int]
+    channels_last: bool
+    """The memory format of images and weights."""
+    why_layout: str
+    is_compiled: bool
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     evaluator: Evaluator
     tracker: Tracker | NullTracker
@@ -100,6 +107,8 @@ class Job:
     """The hook that tells the account when this rank has computed all its gradients."""
     agreed: Agreed = field(default_factory=lambda: Agreed(stop=False, save=False, bad_ranks=()))
     grad_norm: Tensor | None = None
+    speed: "Speed | None" = None
+    """How samples/s are turned into TFLOP/s; None until the FLOPs are counted."""
     evaluations: dict[str, EvalResult] = field(default_factory=dict)
     metrics_bytes: int | None = None
     """Of metrics.jsonl: what belongs to the checkpoint that was restored; None if none was."""

@@ -177,7 +177,7 @@ def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
 def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
     images = job.preprocess.for_training(images, batch.epoch, ids)
-    if job.config.channels_last:
+    if job.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     if batch.is_dummy:
         with evaluation_mode(job.module), job.context.autocast(), _eagerly(job):
@@ -194,7 +194,7 @@ def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Ten
 
 def _eagerly(job: Job) -> contextlib.AbstractContextManager[object]:
     """Uncompiled inside: for the odd batch, whose size to compile for would cost more than it saves."""
-    if not job.config.compile:
+    if not job.is_compiled:
         return contextlib.nullcontext()
     eager: contextlib.AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
     return eager

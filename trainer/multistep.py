@@ -23,7 +23,7 @@ def check_multistep(job: Job) -> None:
     reasons = {
         f"{job.context.world_size} processes": job.context.world_size > 1,
         "virtual_shards": job.shards is not None,
-        "compile: true": config.compile,
+        "compile": config.compile is not False,
         "fp16": job.context.scaler is not None,
         "ema": job.ema is not None,
         "nonfinite: skip or rollback, or guard.spike_factor": job.guard.is_on,

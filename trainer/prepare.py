@@ -1,7 +1,7 @@
 """Work that must be done once, before any rank starts: `python -m trainer.prepare PLAN` unpacks or downloads the data
 set;
 `python -m trainer.prepare --probe PLAN` takes a step and prints what only torch can know, as one JSON object;
-`--probe-batch` the largest micro-batch that fits in memory."""
+`--probe-batch` the largest micro-batch that fits in memory, `--probe-compile` whether torch.compile pays."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +134,12 @@ def _use_mirror(source: Any, mirror: str) -> None:
         source.url = f"{mirror}/{source.filename}"
 
 
-def probe(plan: WorkerPlan) -> dict[str, int | float]:
-    """Parameters, checkpoint bytes, one step's milliseconds and this process's peak memory in bytes, in one process."""
+def probe(plan: WorkerPlan) -> dict[str, Any]:
+    """Parameters, checkpoint bytes, one step's milliseconds, its FLOPs and this process's peak memory in bytes, in one
+    process."""
     from trainer.probe import measure
 
-    return measure(plan)
+    return measure(plan) | ({"compile": probe_compile(plan)} if plan.config.compile == "auto" else {})
 
 
 def probe_batch(plan: WorkerPlan) -> dict[str, int | bool]:
@@ -148,8 +149,19 @@ def probe_batch(plan: WorkerPlan) -> dict[str, int | bool]:
     return largest_micro_batch(plan)
 
 
+def probe_compile(plan: WorkerPlan) -> dict[str, Any]:
+    """Whether torch.compile pays, and why."""
+    from trainer.compiling import measure_compile
+
+    return measure_compile(plan)
+
+
 def main(arguments: list[str]) -> int:
-    probes = {"--probe": probe, "--probe-batch": probe_batch}
+    probes: dict[str, Callable[[WorkerPlan], dict[str, Any]]] = {
+        "--probe": probe,
+        "--probe-batch": probe_batch,
+        "--probe-compile": probe_compile,
+    }
     plan = WorkerPlan.load(Path(arguments[-1]))
     try:
         prepare_data(plan.config.data)

@@ -21,25 +21,19 @@ from trainer.outcome import settle
 from trainer.run import Run
 from trainer.runtime import RunContext
 from trainer.snapshot import snapshot
+from trainer.speed import count_speed, describe_speed
 from trainer.stop import StopFlag
 
 
-def measure(plan: WorkerPlan) -> dict[str, int | float]:
+def measure(plan: WorkerPlan) -> dict[str, Any]:
     """Build the job for one process and take three steps of one rank's share;
-    the fastest is reported, in milliseconds."""
+    the fastest is reported, in milliseconds, and what it achieves."""
     with build_alone(plan) as job:
         batches = job.source.training(job.order.batches(0, 0))
-        times = []
-        for _ in range(3):
-            batch, pieces = next(batches)
-            start = time.perf_counter()
-            train_step(job, batch, pieces)
-            settle(job)
-            if job.context.device.type == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
+        times = [timed_step(job, batches) for _ in range(3)]
         saved = snapshot(job)
         tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
+        speed = count_speed(job)
         return {
             "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
             "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
@@ -47,7 +41,20 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
             "peak_memory_bytes": _peak_bytes(job.context.device),
             "num_train": job.facts["num_train"],
             "num_eval": job.facts["num_eval"],
+            "flops": describe_speed(speed.facts(job.order.global_batch_size / min(times))),
+            "notes": speed.notes(),
         }
+
+
+def timed_step(job: Job, batches: Iterator[Any]) -> float:
+    """Seconds of one step, without the wait for its batch."""
+    batch, pieces = next(batches)
+    start = time.perf_counter()
+    train_step(job, batch, pieces)
+    settle(job)
+    if job.context.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 @contextlib.contextmanager
@@ -58,6 +65,7 @@ def build_alone(plan: WorkerPlan, **changes: Any) -> Iterator[Job]:
         "per_device_batch_size": None,
         "faults": (),
         "virtual_shards": 0,
+        "steps_per_execution": 1,
     }
     config = plan.config.model_copy(update=sizes | changes)
     alone = dataclasses.replace(plan, config=config, world_size=1, local_world_size=1, store=None, terminal=None)

@@ -23,7 +23,7 @@ from trainer.snapshot import WINDOW
 from trainer.state import TrainState
 from trainer.strangers import check_state
 
-MACHINE = ("world_size", "device", "gpu", "precision", "threads_per_rank")
+MACHINE = ("world_size", "device", "gpu", "precision", "channels_last", "compile", "threads_per_rank")
 """Facts that a resume may change, at the price of the bits."""
 
 
@@ -150,7 +150,8 @@ def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[s
     """What is not as it was when the checkpoint was made, and so keeps this run from going on bit by bit."""
     # With virtual shards the number of processes makes no difference.
     elsewhere = [key for key in MACHINE if key != "world_size" or job.shards is None]
-    changed = [f"{key} {saved[key]} -> {now[key]}" for key in elsewhere if saved[key] != now[key]]
+    before = now | saved  # a checkpoint of an earlier version lacks some
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in elsewhere if before[key] != now[key]]
     torches = saved["versions"]["torch"], now["versions"]["torch"]
     if torches[0] != torches[1]:
         changed.append(f"torch {torches[0]} -> {torches[1]}")

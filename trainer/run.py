@@ -121,7 +121,7 @@ class Run:
         self.account.enter(FINISHING)
         job.console.close()
         rate = (job.state.samples_seen - seen) / (time.monotonic() - began)
-        result = summary.result_of(job, self.plan, rate)
+        result = summary.result_of(job, self.plan, rate, (job.state.samples_seen - seen) / (self.account.busy_s() or 1))
         ranks = job.context.gather_objects(self.account.by_kind())
         if job.context.is_rank_zero:
             self._export(job)

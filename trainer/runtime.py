@@ -50,7 +50,7 @@ class RunContext:
             torch.set_num_threads(plan.threads_per_rank)
         if plan.device == "cuda" and plan.config.virtual_shards:
             _be_deterministic()
-        self.precision = resolve_precision(plan.config, plan.device, has_amx=_has_amx())
+        self.precision = resolve_precision(plan.config, plan.device, has_amx=has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
         self._patient: Any = None  # a group; torch types it as a number, too
         if self.world_size > 1:
@@ -181,7 +181,7 @@ class RunContext:
             dist.destroy_process_group()
 
 
-def _has_amx() -> bool:
+def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())  # the only place where torch tells; also asks the kernel's leave
 
 

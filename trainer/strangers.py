@@ -19,6 +19,8 @@ _TYPES: dict[str, Any] = {
     "device": str,
     "gpu": str | None,
     "precision": str,
+    "channels_last": bool | None,
+    "compile": bool | None,
     "threads_per_rank": int,
     "versions": dict[str, str],
     "versions.torch": str,

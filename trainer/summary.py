@@ -17,8 +17,10 @@ from configs.derive import BatchPlan, counted, lr_plan, plan_batches
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import ExpectConfig
+from trainer import choices
 from trainer.account import TimeOfRun
 from trainer.job import Job
+from trainer.speed import describe_speed
 from trainer.tracking import as_json
 
 GitAnswer = Callable[[], str | None]
@@ -48,7 +50,7 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) ->
         *_smaller_than_wanted(job, plan, batch),
         f"steps      {job.total_steps} = {length} of {per_epoch}",
         f"optimizer  {config.optim.name}, {config.schedule.name}: lr at 0/25/50/75/100 % = {rates}",
-        f"precision  {job.context.precision}" + (" (auto)" if config.mixed_precision == "auto" else ""),
+        *choices.lines(job, plan),
         f"runtime    {plan.world_size} x {plan.device}, {threads}, torch {torch.__version__}",
     ]
 
@@ -65,8 +67,9 @@ def _smaller_than_wanted(job: Job, plan: WorkerPlan, batch: BatchPlan) -> list[s
     return [f"memory     micro-batches of {batch.max_micro_batch}, not {wanted}, which ran out of memory; {change}"]
 
 
-def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, Any]:
-    """The content of result.json: fractions, seconds, images/s (of this attempt, evaluation included)."""
+def result_of(job: Job, plan: WorkerPlan, images_per_sec: float, in_steps: float) -> dict[str, Any]:
+    """The content of result.json: fractions, seconds, images/s (of this attempt, evaluation included), and FLOP/s, by
+    the images/s `in_steps`."""
     metrics: dict[str, float] = {}
     for prefix, evaluation in job.evaluations.items():
         metrics |= evaluation.metrics(prefix)
@@ -83,6 +86,7 @@ def result_of(job: Job, plan: WorkerPlan, images_per_sec: float) -> dict[str, An
         "wall_s": job.wall_s(),
         "stopped_early": job.stops_early(),
         "images_per_sec": images_per_sec,
+        "arithmetic": None if job.speed is None else job.speed.facts(in_steps),
         "precision": job.context.precision,
         "device": plan.device,
         "world_size": job.context.world_size,
@@ -130,6 +134,8 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any], spent: Time
     ]
     rows += [("steps", f"{result['step']}" + (f" and {result['skipped']} skipped" if result["skipped"] else ""))]
     rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]
+    if result["arithmetic"] is not None:
+        rows += [("FLOPs", describe_speed(result["arithmetic"]))]
     rows += [("time", spent.describe()), *(("ranks", line) for line in stragglers)]
     if run_dir.bad_images.exists():
         number = len(run_dir.bad_images.read_text(encoding="utf-8").splitlines())

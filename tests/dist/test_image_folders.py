@@ -154,8 +154,8 @@ def test_bad_images_of_one_rank_alone_hold_up_nobody(tmp_path: Path) -> None:
     data = {"on_bad_image": "skip", "max_bad_images": 3}
     attempt = finished(tmp_path / "run", config(root, 2, data, max_epochs=1), 2)
     assert len(attempt.run_dir.bad_images.read_text().splitlines()) == 3
-    assert attempt.log(0).count("bad image  ") == 3
-    assert "bad image  " not in attempt.log(1)
+    # Workers read ahead into the next epoch, where the other rank may come by them first.
+    assert sum(attempt.log(rank).count("bad image  ") for rank in (0, 1)) == 3
 
 
 def test_more_bad_images_than_allowed_stop_the_run(tmp_path: Path) -> None:

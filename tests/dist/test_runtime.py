@@ -133,3 +133,11 @@ def test_process_ends_with_its_parent() -> None:
     assert exit_statuses([pid]) == [-signal.SIGKILL]
     assert os.read(reading, 10) == b""  # the end of the pipe: nobody holds it any more
     os.close(reading)
+
+
+def test_a_process_whose_parent_has_ended_already_does_not_begin() -> None:
+    def begins() -> int:
+        die_with_parent(os.getpid())  # no parent of ours: as if it had ended, and another process had taken us over
+        return 0
+
+    assert exit_statuses([fork(begins)]) == [1]

@@ -6,7 +6,7 @@ import signal
 import time
 from pathlib import Path
 import threading
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -330,8 +330,9 @@ class NotesDtype(nn.Module):
         self.head.register_forward_hook(self._note)
 
     def _note(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
-        with open(os.environ["DTYPES"], "a", encoding="ascii") as file:
-            file.write(f"{output.dtype}\n")
+        if not output.is_meta:  # for the count of FLOPs
+            with open(os.environ["DTYPES"], "a", encoding="ascii") as file:
+                file.write(f"{output.dtype}\n")
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(images.flatten(1))
@@ -413,8 +414,9 @@ class StopsInEvaluation(_Mortal):
         self.head = nn.Linear(64, num_classes)
 
     def logits(self, images: Tensor) -> Tensor:
-        # More than one image: the pass that settles DDP's buckets has one.
-        if not self.training and len(images) > 1 and os.environ.get("STOP_EVAL") == os.environ.get("RANK", "0"):
+        # More than one image: the pass that settles DDP's buckets has one; and with data, unlike the count of FLOPs.
+        is_evaluation = not self.training and len(images) > 1 and not images.is_meta
+        if is_evaluation and os.environ.get("STOP_EVAL") == os.environ.get("RANK", "0"):
             os.kill(os.getpid(), signal.SIGTERM)
         logits: Tensor = self.head(images.flatten(1))
         return logits
@@ -473,13 +475,15 @@ class FitsAtMost(_Mortal):
 
 
 class NotesBeat(_Mortal):
-    """Appends the phase, step and time of its rank's beat at each forward pass to the file $BEATS.RANK."""
+    """Appends the phase, step and time of its rank's beat at each forward pass with data to the file $BEATS.RANK."""
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.head = nn.Linear(64, num_classes)
 
     def logits(self, images: Tensor) -> Tensor:
+        if images.is_meta:  # for the count of FLOPs
+            return cast(Tensor, self.head(images.flatten(1)))
         rank = os.environ.get("RANK", "0")
         beat = read_beat(Path(os.environ["BEATS"]).parent / "attempts" / "001" / f"beat-rank{rank}")
         assert beat is not None
@@ -498,5 +502,19 @@ class AsksForStacks(_Mortal):
 
     def logits(self, images: Tensor) -> Tensor:
         os.kill(os.getpid(), signal.SIGQUIT)
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class Uncountable(_Mortal):
+    """Wants images that are not all alike."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def logits(self, images: Tensor) -> Tensor:
+        if images.is_meta or float(images.std()) == 0:
+            raise ValueError("no image")
         logits: Tensor = self.head(images.flatten(1))
         return logits

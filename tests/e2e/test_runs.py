@@ -54,6 +54,25 @@ def test_one_process_leaves_a_run_folder(trained: Place) -> None:
     assert list(trained.temporary.iterdir()) == []
 
 
+def test_nothing_heavy_is_imported_to_count_flops(trained: Place) -> None:
+    """Without torchvision and DDP the first count would take a second or two of imports."""
+    assert result_of(trained, "done")["arithmetic"] is None
+    assert "perf/tflops" not in trained.run_dir("done").metrics.read_text()
+
+
+def test_whether_to_compile_is_measured_once_a_run(here: Place) -> None:
+    said = "compile: auto: measuring a step with and without torch.compile"
+    first = here.run("train", "tiny.yaml", "--run-name", "x", "compile=auto", "max_epochs=1")
+    assert first.output.count(said) == 1
+    # 8 updates, whatever a step takes.
+    (line,) = (line for line in first.lines if line.startswith("compile "))
+    assert re.fullmatch(r"compile    off \(auto: 8 steps of [\d.]+ ms are too few to pay for compiling\)", line)
+    again = here.run("resume", "x", "max_epochs=2", "--allow-changes")
+    assert said not in again.output
+    assert line in again.lines
+    assert list(here.temporary.iterdir()) == []
+
+
 def test_eval_and_runs_agree_with_the_run(finished: Place) -> None:
     evaluated = finished.run("eval", "done", "--checkpoint", "last")
     pattern = r"evaluated 203/203: top-1 (\d+\.\d\d %)  loss \d\.\d{4}"

@@ -75,3 +75,22 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
     saver.settle()
     for step in range(3):
         assert bool((load(tmp_path / f"step_{step:08d}").shared["model"]["w"] == step).all())
+
+
+def test_mfu_is_a_share_of_the_peak_or_said_to_be_unknown(tmp_path: Path) -> None:
+    found = launch(tmp_path, "configs/mnist.yaml", "max_epochs=1", "mixed_precision=fp16")["arithmetic"]
+    assert isinstance(found, dict)
+    assert found["flops_per_sample"] > found["forward_flops_per_sample"] > 0
+    log = (tmp_path / "gpu" / "attempts" / "001" / "logs" / "rank0.log").read_text(encoding="utf-8")
+    if found["mfu"] is None:
+        assert log.count("note: TFLOP/s without MFU: no peak is known of") == 1
+    else:
+        assert 0 < found["mfu"] < 1
+    assert "layout     channels_last" in log
+
+
+def test_whether_compiling_pays_is_measured(tmp_path: Path) -> None:
+    launch(tmp_path, "configs/mnist.yaml", "max_epochs=null", "max_steps=200", "compile=auto")
+    found = json.loads((tmp_path / "gpu" / "compile.json").read_text(encoding="utf-8"))
+    assert found["device"] == "cuda"
+    assert "failed" not in found["why"]

@@ -8,10 +8,12 @@ from configs.derive import (
     lr_at,
     plan_batches,
     resolve_precision,
+    resolve_workers,
     slice_bounds,
     steps_per_epoch,
     total_steps,
     warmup_steps,
+    why_precision,
 )
 from configs.errors import ConfigError
 from configs.schema import RunConfig
@@ -208,6 +210,53 @@ def test_rates_stay_between_zero_and_the_peak_past_the_end_too(name: str, warmup
 )
 def test_what_auto_precision_means(fields: dict[str, Any], device: str, has_amx: bool, precision: str) -> None:
     assert resolve_precision(config(**fields), device, has_amx=has_amx) == precision
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "has_amx", "why"),
+    [
+        ({}, "cuda", True, "auto: on cuda"),
+        ({}, "cpu", True, "auto: this CPU has AMX"),
+        ({}, "cpu", False, "auto: this CPU has no AMX"),
+        ({"dtype": "float64"}, "cuda", True, "auto: dtype is float64"),
+        ({"mixed_precision": "bf16"}, "cuda", True, ""),
+    ],
+)
+def test_the_precision_has_a_reason(fields: dict[str, Any], device: str, has_amx: bool, why: str) -> None:
+    assert why_precision(config(**fields), device, has_amx=has_amx) == why
+
+
+@pytest.mark.parametrize(
+    ("workers", "device", "cores", "ranks", "shm_mib", "found"),
+    [
+        ("auto", "cpu", 64, 1, 4096, (2, "auto: the cores compute on cpu")),
+        ("auto", "cuda", 16, 2, 4096, (7, "auto: 16 cores / 2 processes - 1, from 1 to 8")),
+        ("auto", "cuda", 64, 1, 512, (8, "auto: 64 cores / 1 process - 1, from 1 to 8")),
+        ("auto", "cuda", 4, 4, 4096, (1, "auto: 4 cores / 4 processes - 1, from 1 to 8")),
+        (
+            "auto",
+            "cuda",
+            16,
+            1,
+            300,
+            (4, "auto: 16 cores / 1 process - 1, from 1 to 4, which shared memory has room for"),
+        ),
+        (
+            "auto",
+            "cuda",
+            16,
+            1,
+            64,
+            (2, "auto: 16 cores / 1 process - 1, from 1 to 2, which shared memory has room for"),
+        ),
+        (0, "cuda", 64, 1, 4096, (0, "")),
+        (5, "cpu", 2, 2, 64, (5, "")),
+    ],
+)
+def test_loader_workers_by_cores_beside_gpus(
+    workers: Any, device: str, cores: int, ranks: int, shm_mib: int, found: tuple[int, str]
+) -> None:
+    assert resolve_workers(config(data={"num_workers": workers}), device, cores, ranks, shm_mib * 2**20) == found
 
 
 def test_shards_divide_over_the_processes_and_all_have_samples() -> None:

@@ -158,7 +158,7 @@ def test_residency(monkeypatch: pytest.MonkeyPatch, residency: str, split: Any, 
     # Ten samples of 6 bytes and an 8-byte label in each split: 280 bytes; a quarter of what is free may be taken.
     monkeypatch.setattr("trainer.data.source.free_bytes", lambda device, ranks: free)
     config = DataConfig(residency=residency)  # type: ignore[arg-type]
-    found, reason = choose_residency(config, (split, split), CPU, 1)
+    found, reason = choose_residency(config, (split, split), CPU, 1, 2)
     assert found == chosen
     assert reason
 
@@ -166,7 +166,7 @@ def test_residency(monkeypatch: pytest.MonkeyPatch, residency: str, split: Any, 
 def test_data_that_does_not_fit_is_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.source.free_bytes", lambda device, ranks: 279)
     with pytest.raises(EnvironmentProblem, match=r"needs 280 bytes on cpu and 279 are free"):
-        choose_residency(DataConfig(residency="device"), (tensors(10), tensors(10)), CPU, 1)
+        choose_residency(DataConfig(residency="device"), (tensors(10), tensors(10)), CPU, 1, 2)
 
 
 def test_both_sources_give_the_same_evaluation_batches() -> None:
@@ -174,7 +174,7 @@ def test_both_sources_give_the_same_evaluation_batches() -> None:
     batches = [range(0, 3), range(3, 4)]
     found = []
     for residency in ("device", "stream"):
-        source = build_source(split, residency, DataConfig(num_workers=0), 0, 10, CPU)
+        source = build_source(split, residency, 0, 0, 10, CPU)
         assert len(source) == 4
         found.append([(images.tolist(), labels.tolist()) for images, labels in source.evaluation(batches)])
     assert found[0] == found[1]

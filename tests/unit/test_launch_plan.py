@@ -98,6 +98,7 @@ def test_tells_all_that_does_not_fit_at_once() -> None:
         ({}, {}, 16, 1, "8 cores / 16 processes"),
         ({"data": {"residency": "stream", "num_workers": 3}}, {}, 2, 1, "8 cores / 2 processes - 3 loader workers"),
         ({"data": OWN | {"num_workers": 1}}, {}, 2, 3, "8 cores / 2 processes - 1 loader worker"),
+        ({"data": OWN}, {}, 1, 6, "8 cores / 1 process - 2 loader workers"),
         ({"data": OWN | {"residency": "device"}}, {}, 2, 4, "8 cores / 2 processes"),
         ({}, {"OMP_NUM_THREADS": "5"}, 2, 5, "OMP_NUM_THREADS of your environment"),
         ({}, {"OMP_NUM_THREADS": "junk"}, 2, 4, "8 cores / 2 processes"),
@@ -277,6 +278,14 @@ def test_rendered_plan_is_the_golden_one() -> None:
     assert text == golden.read_text(), f"if the change is intended, put this into {golden}:\n{text}"
 
 
+def test_beside_gpus_the_cores_load() -> None:
+    plan = planned(GPU, {"data": OWN}, nproc=2)
+    assert (plan.worker.num_workers, plan.worker.threads_per_rank) == (3, 1)
+    line = "loader workers 3 per process (auto: 8 cores / 2 processes - 1, from 1 to 8)\n"
+    assert line in render_plan(plan, GPU, {})
+    assert planned(GPU, {"data": OWN | {"num_workers": 1}}, nproc=2).worker.num_workers == 1
+
+
 def test_what_needs_torch_is_unknown_until_probed() -> None:
     plan = planned(CPU, {"data": OWN})
     assert render_plan(plan, CPU, {}).count("unknown (use plan --probe)") == 3
@@ -287,9 +296,13 @@ def test_what_needs_torch_is_unknown_until_probed() -> None:
         "peak_memory_bytes": 2**20,
         "num_train": 512,
         "num_eval": 9,
+        "flops": "8,000 per sample",
+        "notes": ["TFLOP/s without MFU"],
     }
     text = render_plan(plan, CPU, {}, probe)
     assert "1,234" in text
+    assert "FLOPs          8,000 per sample\n" in text
+    assert "note           TFLOP/s without MFU\n" in text
     assert "2 per epoch x 5 epochs = 10" in text
 
 
@@ -299,3 +312,11 @@ def test_a_fault_of_a_rank_that_there_is_not_is_refused_in_its_own_start() -> No
         planned(CPU, faults)
     assert planned(CPU, faults, nproc=2).warnings == []
     assert planned(CPU, faults, attempt=RunDir(Path("/x")).attempt("002")).warnings == []
+
+
+def test_what_compile_auto_means_is_unknown_until_measured() -> None:
+    plan = planned(CPU, {"compile": "auto"})
+    assert not plan.worker.compiles
+    assert "compile        unknown (use plan --probe)\n" in render_plan(plan, CPU, {})
+    probe = {"compile": {"compile": True, "why": "auto: 6 ms a step, 10 without"}}
+    assert "compile        on (auto: 6 ms a step, 10 without)\n" in render_plan(plan, CPU, {}, probe)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
+from configs.contract import WorkerPlan
+from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.schema import DataConfig, RunConfig
+from configs.schema import DataConfig
 from trainer.data.datasets import MapStyle, TensorSplit, as_image_tensor
 from trainer.data.resident import ResidentSource
 from trainer.data.stream import KeyedSamples, StreamSource
@@ -72,14 +74,14 @@ def materialise(split: MapStyle, seed: int, num_classes: int, alive: Callable[[]
 
 
 def choose_residency(
-    config: DataConfig, splits: tuple[MapStyle, ...], device: torch.device, local_world_size: int
+    config: DataConfig, splits: tuple[MapStyle, ...], device: torch.device, local_world_size: int, num_workers: int
 ) -> tuple[str, str]:
     """Returns ("device" or "stream", the reason with the bytes)."""
     size = sum(split.num_bytes for split in splits if isinstance(split, TensorSplit))
     free = free_bytes(device, local_world_size)
-    place = device.type
+    place, workers = device.type, counted(num_workers, "worker")
     if config.residency == "stream":
-        return "stream", f"through {config.num_workers} workers per rank, as data.residency says"
+        return "stream", f"through {workers} per rank, as data.residency says"
     if config.residency == "device":
         if size > free:
             raise EnvironmentProblem(
@@ -88,11 +90,11 @@ def choose_residency(
             )
         return "device", f"{size:,} bytes on {place}"
     if not all(isinstance(split, TensorSplit) for split in splits):
-        return "stream", f"through {config.num_workers} workers per rank; {config.name} may hold more than fits"
+        return "stream", f"through {workers} per rank; {config.name} may hold more than fits"
     if size > _SHARE * free:
         return (
             "stream",
-            f"through {config.num_workers} workers per rank: {size:,} bytes are too many for {place} ({free:,} free)",
+            f"through {workers} per rank: {size:,} bytes are too many for {place} ({free:,} free)",
         )
     return "device", f"{size:,} bytes on {place}"
 
@@ -100,7 +102,7 @@ def choose_residency(
 def build_source(
     split: MapStyle,
     residency: str,
-    config: DataConfig,
+    num_workers: int,
     seed: int,
     num_classes: int,
     device: torch.device,
@@ -109,20 +111,19 @@ def build_source(
     """The source of one split. Once `stop` is set, loader workers that die are no error."""
     if residency == "device":
         return ResidentSource(materialise(split, seed, num_classes), device)
-    return StreamSource(split, seed, num_classes, config.num_workers, device, stop)
+    return StreamSource(split, seed, num_classes, num_workers, device, stop)
 
 
-def check_loaders(
-    config: RunConfig, splits: tuple[MapStyle, MapStyle], micro_batch: int, ranks: tuple[int, int], *, streams: bool
-) -> list[str]:
-    """Whether what loader workers read ahead fits in shared memory; `ranks` are those of this node and of all.
+def check_loaders(plan: WorkerPlan, splits: tuple[MapStyle, MapStyle], *, streams: bool) -> list[str]:
+    """Whether what loader workers read ahead fits in shared memory.
 
     Raises EnvironmentProblem if that of the training does not; returns a warning if that of an evaluation may not.
     """
-    workers, (local, world) = config.data.num_workers, ranks
+    workers = plan.num_workers
     if not streams or workers == 0:
         return []
     train_bytes, eval_bytes = (as_image_tensor(split[0][0]).nbytes for split in splits)
-    batch = min(config.eval.batch_size, len(splits[1]))
-    ahead = min(workers * PREFETCH, -(-len(splits[1]) // (batch * world)))
-    return check_shared_memory(local, workers, micro_batch * train_bytes, ahead * batch * eval_bytes)
+    batch = min(plan.config.eval.batch_size, len(splits[1]))
+    ahead = min(workers * PREFETCH, -(-len(splits[1]) // (batch * plan.world_size)))
+    train_bytes *= plan.batches.max_micro_batch
+    return check_shared_memory(plan.local_world_size, workers, train_bytes, ahead * batch * eval_bytes)

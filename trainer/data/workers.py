@@ -61,7 +61,7 @@ class Workers:
             num_workers=num_workers,
             prefetch_factor=PREFETCH,
             collate_fn=_as_it_is,
-            worker_init_fn=partial(_start_worker, _folder()),
+            worker_init_fn=partial(_start_worker, _folder(), os.getpid()),
             pin_memory=pin,
         )
         others = multiprocessing.active_children()
@@ -187,8 +187,8 @@ def _as_it_is(found: Any) -> Any:
     return found
 
 
-def _start_worker(folder: str, _worker_id: int) -> None:
-    die_with_parent()
+def _start_worker(folder: str, rank_pid: int, _worker_id: int) -> None:
+    die_with_parent(rank_pid)
     tempfile.tempdir = folder  # its socket lies there, and would be left by a worker that is killed
     for name in STOP_SIGNALS:  # a scheduler signals every process; the rank stops, and its workers end with it
         signal.signal(signal.Signals[name], signal.SIG_IGN)
