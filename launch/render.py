@@ -4,7 +4,15 @@ import json
 import shlex
 from collections.abc import Mapping
 
-from configs.derive import counted, lr_plan, plan_batches, resolve_precision, steps_per_epoch, total_steps
+from configs.derive import (
+    counted,
+    fitting_processes,
+    lr_plan,
+    plan_batches,
+    resolve_precision,
+    steps_per_epoch,
+    total_steps,
+)
 from configs.known_data import KNOWN_DATA
 from configs.schema import LaunchConfig, RunConfig
 from launch.follow import shown
@@ -31,6 +39,7 @@ def render_plan(
         "threads": f"{plan.worker.threads_per_rank} per process ({plan.threads_note})",
         "precision": _precision(plan, topology),
         "batch": plan.worker.batches.describe(),
+        **_bits(plan, origins.get("virtual_shards", "default")),
         "steps": _steps(plan, num_train),
         "learning rate": _learning_rates(plan, num_train),
         "data": _data(config),
@@ -53,6 +62,22 @@ def _precision(plan: LaunchPlan, topology: Topology) -> str:
         if precision == plan.config.mixed_precision
         else f"{precision} (mixed_precision: {plan.config.mixed_precision})"
     )
+
+
+def _bits(plan: LaunchPlan, origin: str) -> dict[str, str]:
+    """Why there are so many virtual shards, and what follows."""
+    shards, batches, threads = plan.config.virtual_shards, plan.worker.batches, plan.worker.threads_per_rank
+    if not shards:
+        return {}
+    *numbers, last = map(str, fitting_processes(shards))
+    processes = f"{', '.join(numbers)} or {last} processes" if numbers else "1 process"
+    smallest, largest = batches.global_batch_size // shards, -(-batches.global_batch_size // shards)
+    samples = counted(largest, "sample") if smallest == largest else f"{smallest} or {largest} samples"
+    micro = f", at most {batches.max_micro_batch} at a time" if batches.max_micro_batch < largest else ""
+    return {
+        "bits": f"{counted(shards, 'virtual shard')} ({origin}) of {samples}{micro}: the same bits on {processes} of "
+        f"{counted(threads, 'thread')}; here {shards // batches.world_size} for each process"
+    }
 
 
 def _num_train(config: RunConfig, probe: Mapping[str, float] | None) -> int | None:
@@ -105,7 +130,19 @@ def _probed(probe: Mapping[str, float] | None) -> dict[str, str]:
         "parameters": f"{int(probe['parameters']):,}",
         "checkpoint": f"{probe['checkpoint_bytes'] / MIB:.2f} MiB",
         "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
+        **_probed_shards(probe),
         "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
+    }
+
+
+def _probed_shards(probe: Mapping[str, float]) -> dict[str, str]:
+    if "shards_ms" not in probe:
+        return {}
+    ours, accumulated, plain = (probe[f"{kind}_ms"] for kind in ("shards", "accumulated", "plain"))
+    return {
+        "bits cost": f"a step of one process's share takes {ours:.2f} ms in its shards, {accumulated:.2f} ms "
+        f"accumulated in the same micro-batches and {plain:.2f} ms without virtual_shards ({ours / plain:.2f} times as "
+        "long), all with these threads; sums over processes come on top"
     }
 
 

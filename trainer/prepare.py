@@ -135,7 +135,8 @@ def _use_mirror(source: Any, mirror: str) -> None:
 
 
 def probe(plan: WorkerPlan) -> dict[str, int | float]:
-    """Parameters, checkpoint bytes, one step's milliseconds and this process's peak memory in bytes, in one process."""
+    """Parameters, checkpoint bytes, one step's milliseconds and this process's peak memory in bytes, in one process;
+    the milliseconds of a step with virtual shards and without, where the run has them."""
     from trainer.probe import measure
 
     return measure(plan)

@@ -16,6 +16,7 @@ from trainer.build import build
 from trainer.job import Job
 from trainer.loop import train_step
 from trainer.outcome import settle
+from trainer.probe_shards import measure_shards
 from trainer.resume import snapshot
 from trainer.run import Run
 from trainer.runtime import RunContext
@@ -24,7 +25,7 @@ from trainer.stop import StopFlag
 
 def measure(plan: WorkerPlan) -> dict[str, int | float]:
     """Build the job for one process and take three steps of one rank's share;
-    the fastest is reported, in milliseconds."""
+    the fastest is reported, in milliseconds. With virtual shards also what they cost."""
     job = build_alone(plan)
     batches = job.source.training(job.order.batches(0, 0))
     times = []
@@ -38,7 +39,7 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
         times.append(time.perf_counter() - start)
     saved = snapshot(job)
     tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
-    return {
+    measured = {
         "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
         "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
         "step_ms": 1000 * min(times),
@@ -46,6 +47,7 @@ def measure(plan: WorkerPlan) -> dict[str, int | float]:
         "num_train": job.facts["num_train"],
         "num_eval": job.facts["num_eval"],
     }
+    return measured | (measure_shards(job, plan) if plan.config.virtual_shards else {})
 
 
 def build_alone(plan: WorkerPlan, **changes: Any) -> Job:
