@@ -81,12 +81,12 @@ class OddBuffers(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Rows as tokens; dropout in the attention and after it."""
+    """Rows of `width` pixels as tokens; dropout in the attention and after it."""
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, width: int = 8) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
-        self.head = nn.Linear(8, num_classes)
+        self.layer = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.3, batch_first=True)
+        self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         logits: Tensor = self.head(self.layer(images[:, 0]).mean(1))

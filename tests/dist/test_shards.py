@@ -14,7 +14,7 @@ from launch.verify.compare import CLOCKS
 from tests import splitmix
 from tests.dist import toys
 from tests.dist.harness import Attempt, finished, in_ranks, run, tiny_config
-from trainer import probe_shards
+from trainer import agreement, probe_shards
 from trainer.data.order import RankBatch
 from trainer.faults import Pieces
 from trainer.job import Job
@@ -129,6 +129,18 @@ def test_running_statistics_take_in_the_shards_in_their_order(tmp_path: Path) ->
     torch.testing.assert_close(own["buffer/features.1.running_mean"], mean)
     torch.testing.assert_close(own["buffer/features.1.running_var"], var)
     assert int(own["buffer/features.1.num_batches_tracked"]) == 4
+
+
+@pytest.mark.parametrize("case", ["batchnorm", "skip", "fp16, skipped", "rollback"])
+def test_the_same_bits_where_outcomes_are_read_a_step_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """As on a GPU; and as where they are read at once."""
+    changes: dict[str, Any] = {"log__every_steps": 3}
+    at_once = finished(tmp_path / "at-once", config_of(case, **changes), 2, RAGGED)
+    monkeypatch.setattr(agreement, "DEFERRED", ["cuda", "cpu"])
+    for world_size in (1, 4):
+        assert_same_bits(at_once, finished(tmp_path / str(world_size), config_of(case, **changes), world_size, RAGGED))
 
 
 def test_what_is_compared_is_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tests.dist.harness import finished, run
 from tests.dist.test_shards import RAGGED, assert_same_bits, config_of
+from trainer import agreement
 
 
 @pytest.mark.parametrize("case", ["batchnorm", "dropout", "adamw, clipped", "fp16", "odd buffers"])
@@ -33,6 +34,19 @@ def test_from_eight_to_two_to_four(tmp_path: Path, case: str) -> None:
     config = config_of(case, **changes, checkpoint__every_steps=1, faults=kills)
     for world_size in (8, 2):
         assert -9 in run(tmp_path / "cut", config, world_size, RAGGED).statuses
+    assert_same_bits(whole, finished(tmp_path / "cut", config, 4, RAGGED))
+
+
+@pytest.mark.parametrize("deferred", [False, True], ids=["at once", "a step later"])
+def test_a_stop_of_one_rank_stops_all_and_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deferred: bool
+) -> None:
+    monkeypatch.setattr(agreement, "DEFERRED", ["cuda", "cpu"] if deferred else ["cuda"])
+    config = config_of("dropout", log__every_steps=100)
+    whole = finished(tmp_path / "whole", config, 1, RAGGED)
+    # In the second pass of the second step of rank 1 of two, which has two shards.
+    stopped = run(tmp_path / "cut", config, 2, RAGGED | {"STOP_AT": "3", "STOP_RANK": "1"})
+    assert {(outcome.status, outcome.step) for outcome in stopped.outcomes if outcome} == {("stopped", 2 + deferred)}
     assert_same_bits(whole, finished(tmp_path / "cut", config, 4, RAGGED))
 
 
