@@ -53,9 +53,10 @@ class RunContext:
             ask_for_deterministic_kernels(compiles=plan.config.compile)
         self.precision = resolve_precision(plan.config, plan.device, has_amx=_has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
+        self._timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
         self._patient: Any = None  # a group; torch types it as a number, too
         if self.world_size > 1:
-            _join(plan, self.rank, self.world_size)
+            _join(plan, self.rank, self.world_size, self._timeout)
             self._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_PATIENCE_S))
         self._accelerator = _build_accelerator(plan.device, self.precision)
         assert self._accelerator.num_processes == self.world_size, "Accelerate did not join the ranks"
@@ -125,7 +126,8 @@ class RunContext:
         while distance < self.world_size:
             for low in range(self.world_size):
                 if not low & distance:
-                    group = dist.new_group([low, low | distance])  # each by all ranks, in the same order
+                    pair = [low, low | distance]
+                    group = dist.new_group(pair, timeout=self._timeout)  # each by all ranks, in the same order
                     mine += [group] if self.rank in (low, low | distance) else []
             distance *= 2
         return mine
@@ -205,11 +207,10 @@ def _check_device(device: str, local_rank: int) -> None:
         raise EnvironmentProblem("device: mps, but torch sees no Metal GPU on this machine; use device: cpu")
 
 
-def _join(plan: WorkerPlan, rank: int, world_size: int) -> None:
+def _join(plan: WorkerPlan, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     """Enter the process group. On one node the ranks meet in a file,
     so that no port is needed and nothing listens for it."""
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
     if plan.store is None:
         dist.init_process_group(backend, timeout=timeout)
         return
