@@ -74,15 +74,20 @@ def plan_batches(config: RunConfig, world_size: int, max_micro_batch: int | None
 def check_shards(shards: int, global_batch_size: int, world_size: int) -> None:
     """Raise ConfigError if the shards do not divide over the processes, or cannot all have samples."""
     if shards % world_size:
-        fitting = ", ".join(str(2**k) for k in range(shards.bit_length()))
         raise ConfigError(
-            f"virtual_shards={shards} does not divide over {world_size} processes; use one of {fitting} processes"
+            f"virtual_shards={shards} does not divide over {world_size} processes; use one of "
+            f"{', '.join(map(str, fitting_processes(shards)))} processes"
         )
     if global_batch_size < shards:
         raise ConfigError(
             f"global_batch_size={global_batch_size} is smaller than virtual_shards={shards}; use a larger batch or "
             "fewer shards"
         )
+
+
+def fitting_processes(shards: int) -> list[int]:
+    """The numbers of processes over which this power of two divides."""
+    return [2**power for power in range(shards.bit_length())]
 
 
 def steps_per_epoch(num_samples: int, global_batch_size: int, *, drop_last: bool) -> int:

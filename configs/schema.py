@@ -390,7 +390,8 @@ class LaunchConfig(Section):
         default=None, description="seconds after which a step counts as hung; default: 60 or 20 median steps, if longer"
     )
     num_threads: Count | None = Field(
-        default=None, description="CPU threads per rank; default: cores / local ranks, less loader workers"
+        default=None,
+        description="CPU threads per rank; default: cores / virtual_shards, or / local ranks and less loader workers",
     )
 
 

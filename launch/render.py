@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.derive import (
     counted,
+    fitting_processes,
     lr_plan,
     plan_batches,
     resolve_precision,
@@ -42,6 +43,7 @@ def render_plan(
         "threads": f"{plan.worker.threads_per_rank} per process ({plan.threads_note})",
         "precision": _precision(plan, topology),
         "batch": plan.worker.batches.describe(),
+        **_bits(plan, origins.get("virtual_shards", "default")),
         "steps": _steps(plan, num_train),
         "learning rate": _learning_rates(plan, num_train),
         "data": _data(config),
@@ -77,6 +79,22 @@ def _workers(plan: LaunchPlan, topology: Topology) -> str:
 def _compile(probe: Mapping[str, Any] | None) -> str:
     found = (probe or {}).get("compile")
     return with_reason("on" if found["compile"] else "off", found["why"]) if found else UNKNOWN
+
+
+def _bits(plan: LaunchPlan, origin: str) -> dict[str, str]:
+    """Why there are so many virtual shards, and what follows."""
+    shards, batches, threads = plan.config.virtual_shards, plan.worker.batches, plan.worker.threads_per_rank
+    if not shards:
+        return {}
+    *numbers, last = map(str, fitting_processes(shards))
+    processes = f"{', '.join(numbers)} or {last} processes" if numbers else "1 process"
+    smallest, largest = batches.global_batch_size // shards, -(-batches.global_batch_size // shards)
+    samples = counted(largest, "sample") if smallest == largest else f"{smallest} or {largest} samples"
+    micro = f", at most {batches.max_micro_batch} at a time" if batches.max_micro_batch < largest else ""
+    return {
+        "bits": f"{counted(shards, 'virtual shard')} ({origin}) of {samples}{micro}: the same bits on {processes} of "
+        f"{counted(threads, 'thread')}; here {shards // batches.world_size} for each process"
+    }
 
 
 def _num_train(config: RunConfig, probe: Mapping[str, Any] | None) -> int | None:
@@ -130,7 +148,19 @@ def _probed(probe: Mapping[str, Any] | None) -> dict[str, str]:
         "checkpoint": f"{probe['checkpoint_bytes'] / MIB:.2f} MiB",
         "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
         "FLOPs": f"{probe['flops']}",
+        **_probed_shards(probe),
         "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
+    }
+
+
+def _probed_shards(probe: Mapping[str, Any]) -> dict[str, str]:
+    if "shards_ms" not in probe:
+        return {}
+    ours, accumulated, plain = (probe[f"{kind}_ms"] for kind in ("shards", "accumulated", "plain"))
+    return {
+        "bits cost": f"a step of one process's share takes {ours:.2f} ms in its shards, {accumulated:.2f} ms "
+        f"accumulated in the same micro-batches and {plain:.2f} ms without virtual_shards ({ours / plain:.2f} times as "
+        "long), all with these threads; sums over processes come on top"
     }
 
 

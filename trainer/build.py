@@ -58,7 +58,10 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
-    facts = _facts(run, context, data, model, batch.global_batch_size) | {"channels_last": channels_last}
+    facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
+    if config.virtual_shards:
+        machine = {name: facts[name] for name in resume.MACHINE} | {"torch": facts["versions"]["torch"]}
+        check_same(context, machine, "virtual_shards: the ranks would not compute the same bits")
     console = _console(run, context)
     saver = _saver(run, context, console)
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
@@ -68,7 +71,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         model=model,
         module=module,
         signals=signals,
-        shards=Shards(model, context, config.virtual_shards, batch.max_micro_batch) if config.virtual_shards else None,
+        shards=_shards(config, context, model, batch, console),
         optimizer=build_optimizer(model, config.optim, device),
         ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
         source=source,
@@ -106,6 +109,14 @@ def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapS
         return data.train, data.evaluation
     fetch = partial(materialise, seed=config.seed, num_classes=data.num_classes, alive=run.account.beat)
     return context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
+
+
+def _shards(
+    config: RunConfig, context: RunContext, model: nn.Module, batch: BatchPlan, console: Console
+) -> Shards | None:
+    if not config.virtual_shards:
+        return None
+    return Shards(model, context, config.virtual_shards, batch.max_micro_batch, console.line)
 
 
 def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples: int, device: torch.device) -> Order:
@@ -169,26 +180,31 @@ def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, i
     return model.to(context.device), channels_last, why
 
 
-def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, global_batch_size: int) -> dict[str, Any]:
+def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch: BatchPlan) -> dict[str, Any]:
     """What a checkpoint says of its run; resume.py compares some of it."""
+    config, device = run.plan.config, run.plan.device
     return {
-        "config": run.plan.config.model_dump(mode="json"),
+        "config": config.model_dump(mode="json"),
         "classes": None if data.classes is None else list(data.classes),
         "num_classes": data.num_classes,
         "files": data.files,
         "num_train": len(data.train),
         "num_eval": len(data.evaluation),
-        "global_batch_size": global_batch_size,
-        "drop_last": run.plan.config.drop_last,
-        "dtype": run.plan.config.dtype,
-        "optimizer": run.plan.config.optim.name,
+        "global_batch_size": batch.global_batch_size,
+        "drop_last": config.drop_last,
+        "dtype": config.dtype,
+        "optimizer": config.optim.name,
         "rank_bound_layers": rank_bound_layers(model),
         "world_size": context.world_size,
-        "device": run.plan.device,
-        "gpu": torch.cuda.get_device_name(context.device) if run.plan.device == "cuda" else None,
+        "device": device,
+        "gpu": torch.cuda.get_device_name(context.device) if device == "cuda" else None,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
         "precision": context.precision,
         "compile": run.plan.compiles,
         "threads_per_rank": run.plan.threads_per_rank,
+        "virtual_shards": config.virtual_shards,
+        # Of an ordinary run it follows from the number of processes.
+        "micro_batch": batch.max_micro_batch if config.virtual_shards else None,
         "versions": summary.versions(),
     }
 
@@ -208,7 +224,9 @@ def prepare(
 ) -> tuple[nn.Module, nn.Parameter | None]:
     """What is called in training: the network, or DDP around it and the ranks' signals."""
     if compile_it:
-        model.compile()  # in place and before DDP, so that names stay plain
+        # In place and before DDP, so that names stay plain. Shards of two sizes: each gets kernels of its own, or they
+        # would depend on which a rank sees first.
+        model.compile(dynamic=False if without_ddp else None)
     if context.world_size == 1 or without_ddp:
         return model, None
     wrapped = WithSignals(model, context.world_size, context.dtype).to(context.device)

@@ -209,13 +209,13 @@ def load(path: Path) -> Loaded:
     return Loaded(path.name, files, ranks, state)
 
 
-def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ...]) -> Tensors:
+def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ...], *, alike: bool = False) -> Tensors:
     """What belonged to each rank, for `rank` of `world_size`.
 
-    On the same world size it is as it was; on another the average of the floating tensors and the integers of rank 0.
-    Tensors named in `summed` are sums over ranks: there rank 0 gets all of it.
+    On the same world size it is as it was; on another, or where all must be `alike`, the average of the floating
+    tensors and the integers of rank 0. Tensors named in `summed` are sums over ranks: there rank 0 gets all of it.
     """
-    if len(loaded.ranks) == world_size:
+    if len(loaded.ranks) == world_size and not alike:
         return loaded.ranks[rank]
     merged = {}
     for name, first in loaded.ranks[0].items():

@@ -142,7 +142,7 @@ def copy_other_buffers(trained: nn.Module, model: nn.Module, context: RunContext
     averaged = averaged_tensors(model)
     values = {name: buffer.detach().cpu() for name, buffer in trained.named_buffers() if name not in averaged}
     targets = dict(model.named_buffers())
-    for name, value in zip(values, context.of_rank_zero(list(values.values())), strict=True):
+    for name, value in zip(values, context.of_rank(0, list(values.values())), strict=True):
         targets[name].copy_(value)
 
 

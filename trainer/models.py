@@ -139,7 +139,16 @@ def build_model(
     model = build(**arguments)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name: {config.name} gave a {type(model).__name__}; wanted is a torch.nn.Module")
-    return model.to(dtype)
+    return _dense(model.to(dtype))
+
+
+def _dense(model: nn.Module) -> nn.Module:
+    """`model` with no parameter that is a part of a larger tensor, every second column for one: fused kernels and
+    gradients take it for one block of memory, and would write what lies between."""
+    for parameter in model.parameters():
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            parameter.data = parameter.data.clone()
+    return model
 
 
 def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[Any, dict[str, Any]]:

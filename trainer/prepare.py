@@ -136,7 +136,7 @@ def _use_mirror(source: Any, mirror: str) -> None:
 
 def probe(plan: WorkerPlan) -> dict[str, Any]:
     """Parameters, checkpoint bytes, one step's milliseconds, its FLOPs and this process's peak memory in bytes, in one
-    process."""
+    process; the milliseconds of a step with virtual shards and without, where the run has them."""
     from trainer.probe import measure
 
     return measure(plan) | ({"compile": probe_compile(plan)} if plan.config.compile == "auto" else {})

@@ -18,6 +18,7 @@ from trainer.build import build
 from trainer.job import Job
 from trainer.loop import train_step
 from trainer.outcome import settle
+from trainer.probe_shards import measure_shards
 from trainer.run import Run
 from trainer.runtime import RunContext
 from trainer.snapshot import snapshot
@@ -27,14 +28,15 @@ from trainer.stop import StopFlag
 
 def measure(plan: WorkerPlan) -> dict[str, Any]:
     """Build the job for one process and take three steps of one rank's share;
-    the fastest is reported, in milliseconds, and what it achieves."""
+    the fastest is reported, in milliseconds, and what it achieves. With virtual shards also what they
+    cost."""
     with build_alone(plan) as job:
         batches = job.source.training(job.order.batches(0, 0))
         times = [timed_step(job, batches) for _ in range(3)]
         saved = snapshot(job)
         tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
         speed = count_speed(job)
-        return {
+        measured = {
             "parameters": sum(parameter.numel() for parameter in job.model.parameters()),
             "checkpoint_bytes": sum(tensor.nbytes for tensor in tensors),
             "step_ms": 1000 * min(times),
@@ -44,6 +46,7 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
             "flops": describe_speed(speed.facts(job.order.global_batch_size / min(times))),
             "notes": speed.notes(),
         }
+        return measured | (measure_shards(job, plan) if plan.config.virtual_shards else {})
 
 
 def timed_step(job: Job, batches: Iterator[Any]) -> float:

@@ -23,15 +23,19 @@ from trainer.snapshot import WINDOW
 from trainer.state import TrainState
 from trainer.strangers import check_state
 
-MACHINE = ("world_size", "device", "gpu", "precision", "channels_last", "compile", "threads_per_rank")
-"""Facts that a resume may change, at the price of the bits."""
+MACHINE = (
+    *("world_size", "device", "gpu", "cpu_capability"),
+    *("precision", "channels_last", "compile", "threads_per_rank"),
+)
+"""Facts of the machine that a resume may change, at the price of the bits."""
 
 
 def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
     _check_facts(loaded.state, job.facts, path)
     _check_files(loaded.state.get("files"), job, path)
-    own = checkpoint.merged_own(loaded, job.context.rank, job.context.world_size, summed=(WINDOW,))
+    rank, ranks, alike = job.context.rank, job.context.world_size, job.shards is not None
+    own = checkpoint.merged_own(loaded, rank, ranks, summed=(WINDOW,), alike=alike)
     parameters = dict(job.model.named_parameters())
     buffers = persistent_buffers(job.model)
     found = loaded.shared["model"] | {
@@ -148,21 +152,23 @@ def _mark_best_again(job: Job, folder: Path) -> None:
 
 def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is not as it was when the checkpoint was made, and so keeps this run from going on bit by bit."""
-    # With virtual shards the number of processes makes no difference.
-    elsewhere = [key for key in MACHINE if key != "world_size" or job.shards is None]
     before = now | saved  # a checkpoint of an earlier version lacks some
-    changed = [f"{key} {before[key]} -> {now[key]}" for key in elsewhere if before[key] != now[key]]
+    keys = [*MACHINE, "virtual_shards", "micro_batch"]
+    if before["virtual_shards"] and now["virtual_shards"]:
+        keys.remove("world_size")  # it makes no difference
+    changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
     torches = saved["versions"]["torch"], now["versions"]["torch"]
     if torches[0] != torches[1]:
         changed.append(f"torch {torches[0]} -> {torches[1]}")
     if not changed:
         return []
     lines = [f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits"]
-    if layers := random_layers(job.model):
+    draws_alike = all(text.startswith("threads_per_rank ") for text in changed)
+    if not draws_alike and (layers := random_layers(job.model)):
         # What they draw is keyed by batch and rank and so not lost, but the ranks' shares are others now.
         lines.append(f"  other random numbers from here on in {_some(layers)}")
     layers = list(dict.fromkeys(name.rpartition(".")[0] for name in persistent_buffers(job.model)))
-    if layers and saved["world_size"] != now["world_size"] and job.shards is None:
+    if layers and "world_size" in keys and saved["world_size"] != now["world_size"]:
         lines.append(f"  the mean of what {counted(saved['world_size'], 'rank')} had gathered in {_some(layers)}")
     return lines
 

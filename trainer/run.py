@@ -15,6 +15,7 @@ from trainer.account import Account, earlier_attempts, straggler_lines, time_of_
 from trainer.boundary import evaluate
 from trainer.build import build
 from trainer.data import workers
+from trainer.deterministic import told_if_not_deterministic
 from trainer.faults import unreached
 from trainer.guard import BadBatchError
 from trainer.job import Job
@@ -73,7 +74,9 @@ class Run:
         if last is None and job.config.nonfinite == "rollback":
             save(job)  # something to go back to
         try:
-            is_finished, result = self._train(job, commit)
+            device, is_asked = job.facts["gpu"] or self.plan.device, job.shards is not None
+            with told_if_not_deterministic(job.model, device, is_asked=is_asked):
+                is_finished, result = self._train(job, commit)
         except BaseException:
             job.saver.abandon()
             raise

@@ -24,6 +24,7 @@ from configs.derive import plan_batches, resolve_precision
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.schema import RunConfig
 from trainer.data.order import key_of
+from trainer.deterministic import ask_for_deterministic_kernels
 from trainer.peers import PeerError
 
 T = TypeVar("T")
@@ -48,13 +49,14 @@ class RunContext:
         _check_device(plan.device, self.local_rank)
         if plan.device == "cpu":
             torch.set_num_threads(plan.threads_per_rank)
-        if plan.device == "cuda" and plan.config.virtual_shards:
-            _be_deterministic()
+        if plan.config.virtual_shards:
+            ask_for_deterministic_kernels(compiles=plan.compiles)
         self.precision = resolve_precision(plan.config, plan.device, has_amx=has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
+        self._timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
         self._patient: Any = None  # a group; torch types it as a number, too
         if self.world_size > 1:
-            _join(plan, self.rank, self.world_size)
+            _join(plan, self.rank, self.world_size, self._timeout)
             self._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_PATIENCE_S))
         self._accelerator = _build_accelerator(plan.device, self.precision)
         assert self._accelerator.num_processes == self.world_size, "Accelerate did not join the ranks"
@@ -124,7 +126,8 @@ class RunContext:
         while distance < self.world_size:
             for low in range(self.world_size):
                 if not low & distance:
-                    group = dist.new_group([low, low | distance])  # each by all ranks, in the same order
+                    pair = [low, low | distance]
+                    group = dist.new_group(pair, timeout=self._timeout)  # each by all ranks, in the same order
                     mine += [group] if self.rank in (low, low | distance) else []
             distance *= 2
         return mine
@@ -147,13 +150,13 @@ class RunContext:
         found = zip(texts, sizes, strict=True)
         return [json.loads(bytes(text[: int(size)].tolist())) for text, size in found]
 
-    def of_rank_zero(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Rank 0's values of these tensors on the CPU, whatever their types; the same shapes and types on all ranks."""
+    def of_rank(self, rank: int, tensors: list[Tensor]) -> list[Tensor]:
+        """That rank's values of these tensors, whatever their types; the same shapes and types on all ranks."""
         if self.world_size == 1 or not tensors:
             return tensors
         texts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
         whole = torch.cat(texts)
-        dist.broadcast(whole, src=0)
+        dist.broadcast(whole, src=rank)
         parts = whole.split([len(text) for text in texts])
         # Cloned: a part may begin where its type cannot.
         return [part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -185,15 +188,6 @@ def has_amx() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())  # the only place where torch tells; also asks the kernel's leave
 
 
-def _be_deterministic() -> None:
-    """Kernels that give the same bits each time; one that cannot raises an error with its name when it is called."""
-    torch.use_deterministic_algorithms(True)
-    # For finding faults only: it costs a write of all memory.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch's stubs lack it
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-
-
 def _check_device(device: str, local_rank: int) -> None:
     if device == "cuda":
         if not torch.cuda.is_available():
@@ -213,11 +207,10 @@ def _check_device(device: str, local_rank: int) -> None:
         raise EnvironmentProblem("device: mps, but torch sees no Metal GPU on this machine; use device: cpu")
 
 
-def _join(plan: WorkerPlan, rank: int, world_size: int) -> None:
+def _join(plan: WorkerPlan, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
     """Enter the process group. On one node the ranks meet in a file,
     so that no port is needed and nothing listens for it."""
     backend = "cpu:gloo,cuda:nccl" if plan.device == "cuda" else "gloo"
-    timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
     if plan.store is None:
         dist.init_process_group(backend, timeout=timeout)
         return

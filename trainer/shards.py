@@ -4,7 +4,7 @@ Each global batch is cut into `virtual_shards` parts, whatever the world size. A
 and the shards are added in one fixed binary tree: neighbours first, within a rank and then between ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from configs.errors import ConfigError
 from trainer.agreement import no_signals
 from trainer.data.order import RankBatch
 from trainer.runtime import RunContext
+from trainer.shard_buffers import Buffers
 
 
 class Shards:
     """This rank's shards of one batch after another: `begin` and `end` around each micro-batch, then `reduce`."""
 
-    def __init__(self, model: nn.Module, context: RunContext, count: int, max_micro_batch: int) -> None:
+    def __init__(
+        self, model: nn.Module, context: RunContext, count: int, max_micro_batch: int, say: Callable[[str], None]
+    ) -> None:
         self._context, self._count, self._max_micro_batch = context, count, max_micro_batch
         self._per_rank = count // context.world_size
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -34,12 +37,11 @@ class Shards:
         self._tree: list[tuple[int, Tensor]] = []
         """(level, sum of 2**level neighbours), the larger ones first, as the bits of a binary counter."""
         self._done = 0
-        self._norms = BatchNorms(model)
+        self._buffers = Buffers(model, context, say)
 
     def begin(self, batch: RankBatch, index: int) -> None:
         """Before the forward pass of micro-batch `index`: the gradients are to go to the buffer of its shard."""
-        if index == 0:
-            self._norms.remember()
+        self._buffers.begin(is_first=index == 0)
         shard = batch.parts[index][0]
         if index == 0 or shard != batch.parts[index - 1][0]:
             self._fill_until(shard % self._per_rank)
@@ -48,7 +50,7 @@ class Shards:
     def end(self, batch: RankBatch, index: int, loss: Tensor) -> None:
         """After its backward pass; `loss` is summed over its samples."""
         self._current[-1 - len(self.signals)] += loss
-        self._norms.note()
+        self._buffers.end()
         if index == len(batch.parts) - 1 or batch.parts[index][0] != batch.parts[index + 1][0]:
             self._add(self._current)
 
@@ -62,7 +64,7 @@ class Shards:
             self._context.all_reduce_sum(total, pair)  # a + b is b + a, so both ranks get the same bits
         self._point_to(total)
         self._free.append(total)  # taken again in the next step, when these gradients are used up
-        self._norms.average(self._context, self._pieces_by_rank(batch.size))
+        self._buffers.settle(self._context, self._pieces_by_rank(batch.size))
         self.signals = total[-len(signals) :].clone()
         return total[-1 - len(signals)].clone()
 
@@ -97,50 +99,3 @@ class Shards:
             buffer, level = left.add_(buffer), level + 1
         self._tree.append((level, buffer))
         self._done += 1
-
-
-class BatchNorms:
-    """The running statistics of all BatchNorm layers: averaged over all micro-batches in the order of the shards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        kind = nn.modules.batchnorm._BatchNorm
-        self._norms = [m for m in model.modules() if isinstance(m, kind) and m.running_mean is not None]
-        if any(norm.momentum is None for norm in self._norms):
-            raise ConfigError("virtual_shards: BatchNorm with momentum=None is not supported; give it a momentum")
-        self._buffers = [b for norm in self._norms for b in (norm.running_mean, norm.running_var) if b is not None]
-        momenta = [torch.full_like(norm.running_mean, norm.momentum) for norm in self._norms for _ in range(2)]  # type: ignore[arg-type]
-        self._momentum = torch.cat(momenta) if momenta else torch.empty(0)
-        self._seen: list[Tensor] = []
-        for norm in self._norms:
-            norm.momentum = 1.0  # after a forward pass its buffers hold what it saw, and nothing of before
-
-    def remember(self) -> None:
-        self._running = self._flat()
-
-    def note(self) -> None:
-        if self._norms:
-            self._seen.append(self._flat())
-
-    @torch.no_grad()
-    def average(self, context: RunContext, pieces_by_rank: Sequence[int]) -> None:
-        """Move the running statistics by what was noted on all ranks. Collective."""
-        if not self._norms:
-            return
-        width, own = len(self._momentum), len(self._seen)
-        mine = self._momentum.new_zeros(max(pieces_by_rank), width)
-        if self._seen:
-            mine[:own] = torch.stack(self._seen)
-        running = self._running if self._seen else self._flat()
-        self._seen = []
-        everyones = context.gather_tensors(mine)
-        for rank, pieces in enumerate(pieces_by_rank):
-            for seen in everyones[rank, :pieces]:
-                running = running * (1 - self._momentum) + seen * self._momentum
-        for buffer, value in zip(self._buffers, running.split([b.numel() for b in self._buffers]), strict=True):
-            buffer.copy_(value)
-        for norm in self._norms:
-            if norm.num_batches_tracked is not None:
-                norm.num_batches_tracked += sum(pieces_by_rank) - own
-
-    def _flat(self) -> Tensor:
-        return torch.cat(self._buffers) if self._buffers else torch.empty(0)

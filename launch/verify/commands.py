@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from configs.derive import plan_batches
 from configs.errors import EXIT_DONE, ConfigError
 from configs.loader import load_config
 from configs.schema import FaultKind
+from launch.follow import say
 from launch.options import Options, parse_nproc
 from launch.verify.faults import verify_faults
 from launch.verify.resume import verify_resume
@@ -54,11 +56,17 @@ def _prove(config: Path, options: Options, settings: Sequence[str], proof: Calla
 
 def _shards(config: Path, options: Options, nprocs: Sequence[int]) -> tuple[str, ...]:
     """The setting for equal bits on these numbers of processes, unless the user's own do: as few as divide over all."""
-    own = load_config(config, options.overrides).config.virtual_shards
+    loaded = load_config(config, options.overrides)
+    own = loaded.config.virtual_shards
     for nproc in nprocs:
         if nproc & (nproc - 1):
             raise ConfigError(f"--nproc {nproc}: only powers of two have equal bits, by virtual_shards")
-    return () if own else (f"virtual_shards={max(nprocs)}",)
+    shards = own or max(nprocs)
+    for nproc in nprocs:
+        plan_batches(loaded.config.model_copy(update={"virtual_shards": shards}), nproc)
+    origin = loaded.origins["virtual_shards"] if own else f"the largest of --nproc {','.join(map(str, nprocs))}"
+    say(f"virtual_shards={shards} ({origin})")
+    return () if own else (f"virtual_shards={shards}",)
 
 
 def _numbers(text: str) -> list[int]:

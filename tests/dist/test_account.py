@@ -83,7 +83,7 @@ def test_a_run_that_is_extended_goes_on_with_its_account(tmp_path: Path) -> None
 def test_a_beat_says_what_the_rank_is_doing(tmp_path: Path, mode: str) -> None:
     """An evaluation beats at each of its batches: it may last longer than a step may."""
     config = tiny_config(model={"name": "tests.dist.toys:NotesBeat"}, eval__mode=mode, max_epochs=1)
-    attempt = finished(tmp_path, config, 2, {"BEATS": str(tmp_path / "beats")})
+    finished(tmp_path, config, 2, {"BEATS": str(tmp_path / "beats")})
     for rank in range(2):
         lines = Path(f"{tmp_path}/beats.{rank}").read_text().splitlines()
         noted = [(int(phase), int(step), time) for phase, step, time in (line.split() for line in lines)]

@@ -24,7 +24,7 @@ def measured(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through torch._dynamo, but not through a C++ compiler; and whether it was called decides how long a step takes."""
+    """Through torch._dynamo, but not a C++ compiler; and whether it was called decides how long a step takes."""
     calls: list[nn.Module] = []
 
     def compile_module(module: nn.Module) -> None:
@@ -72,7 +72,7 @@ def test_a_network_that_cannot_be_compiled_is_trained_without(
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_worker_does_as_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
     counter = itertools.count()
-    monkeypatch.setattr(nn.Module, "compile", lambda self: (next(counter), COMPILE(self, backend="eager"))[1])
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: (next(counter), COMPILE(self, backend="eager"))[1])
     config, why = tiny_config(compile="auto"), "auto: 6 ms a step, 10 without"
     plain = finished(tmp_path / "off", config, world_size, compile_reason=why)
     assert f"compile    off ({why})" in plain.log()
@@ -84,7 +84,7 @@ def test_the_worker_does_as_it_is_told(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_resume_says_that_the_choice_is_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nn.Module, "compile", lambda self: COMPILE(self, backend="eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: COMPILE(self, backend="eager"))
     finished(tmp_path, tiny_config(compile="auto", max_epochs=1))
     again = finished(tmp_path, tiny_config(compile="auto"), compile_pays=True)
     assert "goes on elsewhere (compile False -> True): the same samples, not the same bits" in again.log()

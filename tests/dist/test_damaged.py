@@ -137,8 +137,10 @@ def test_every_damage_is_found_and_named(tmp_path: Path, whole: Attempt, damage:
 
 @pytest.mark.parametrize(
     "damage",
-    ["flip model.safetensors", "cut state.json", "lose rank_1.safetensors", "lose manifest.json", "deep JSON"]
-    + ["a file for the folder", "a link to nowhere for the folder", "an empty folder", "a pipe for a file"],
+    [
+        *("flip model.safetensors", "cut state.json", "lose rank_1.safetensors", "lose manifest.json", "deep JSON"),
+        *("a file for the folder", "a link to nowhere for the folder", "an empty folder", "a pipe for a file"),
+    ],
 )
 def test_a_run_goes_on_from_the_one_before(tmp_path: Path, whole: Attempt, damage: str) -> None:
     folder = copy_of(whole, tmp_path / "run")

@@ -219,14 +219,16 @@ def test_a_pickle_in_the_place_of_cifars_is_an_error_and_does_not_run(
 ) -> None:
     tiny_cifar(server.files, monkeypatch)
     config = fetched(tmp_path, server, "cifar10")
-    monkeypatch.setattr("torchvision.datasets.cifar.check_integrity", lambda *_: True)  # not by torchvision's check alone
+    monkeypatch.setattr(
+        "torchvision.datasets.cifar.check_integrity", lambda *_: True
+    )  # not by torchvision's check alone
     (tmp_path / "data/cifar-10-batches-py" / name).write_bytes(pickle.dumps(_Bomb(tmp_path / "ran")))
     with pytest.raises(EnvironmentProblem, match=f"{name} is not the published file: MD5 [0-9a-f]*, expected"):
         load_data(config)
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte", "../processed/training.pt"])
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
 @pytest.mark.parametrize("content", ["pickle", "huge", "short"])
 def test_files_in_the_place_of_mnists_are_an_error_and_do_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server, name: str, content: str
@@ -234,14 +236,12 @@ def test_files_in_the_place_of_mnists_are_an_error_and_do_not_run(
     tiny_fashion(server.files, monkeypatch)
     config = fetched(tmp_path, server, "fashion_mnist")
     file = tmp_path / "data/FashionMNIST/raw" / name
-    file.parent.mkdir(exist_ok=True)
     contents = {
         "pickle": pickle.dumps(_Bomb(tmp_path / "ran")),
         "huge": struct.pack(">HBB3I", 0, 8, 3, 2**32 - 1, 2**32 - 1, 2**32 - 1),
         "short": b"",
     }
     file.write_bytes(contents[content])
-    (file.parent / "test.pt").write_bytes(contents[content])  # of old versions of torchvision, which it still reads
     with pytest.raises(EnvironmentProblem, match="or not as it was published"):
         load_data(config)
     assert not (tmp_path / "ran").exists()

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from configs.schema import AugmentConfig, EvalConfig, LossConfig
 from tests.dist import toys
-from tests.dist.toys import images
 from tests.dist.harness import finished, in_ranks, run, tiny_config
+from tests.dist.toys import images
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import TensorSplit
 from trainer.data.resident import ResidentSource
 from trainer.evaluate import EvalResult, Evaluator, load_averaged
-from trainer.optim import averaged_tensors
 from trainer.losses import cross_entropy_sum
+from trainer.optim import averaged_tensors
 from trainer.runtime import RunContext
 
 CPU = torch.device("cpu")

@@ -48,8 +48,9 @@ def test_rank_that_vanishes_takes_the_others_with_it(tmp_path: Path, name: str, 
     assert (other.status, other.kind, other.step) == ("failed", "peer", 3)
 
 
-def test_rank_that_never_comes_is_noticed_in_the_time_that_is_set(tmp_path: Path) -> None:
-    config = tiny_config(**failing("Stops"), launch__collective_timeout_s=4.0)
+@pytest.mark.parametrize("shards", [0, 2])
+def test_rank_that_never_comes_is_noticed_in_the_time_that_is_set(tmp_path: Path, shards: int) -> None:
+    config = tiny_config(**failing("Stops"), launch__collective_timeout_s=4.0, virtual_shards=shards)
     attempt, pids = start(tmp_path, config, 2)
     statuses = exit_statuses(pids[:1])
     os.kill(pids[1], signal.SIGKILL)

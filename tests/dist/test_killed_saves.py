@@ -35,7 +35,7 @@ def watch(folder: Path, touched: Touched) -> None:
                 touched(event, path)
 
     def fsync(descriptor: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         if path.startswith(str(folder)):
             touched("fsync", path)
         real_fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Several updates in one call against one at a time. The function is compiled in one test only: the rest is the same."""
+"""Several updates in one call against one at a time. It is compiled in one test only: the rest is the same."""
 
 from collections.abc import Callable
 from pathlib import Path

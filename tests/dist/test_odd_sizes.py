@@ -35,6 +35,27 @@ def test_same_weights_as_alone(tmp_path: Path, size: int, batch: int, world_size
     ]
 
 
+@pytest.mark.parametrize(
+    ("size", "batch", "world_size", "steps"),
+    [
+        (1, 4, 4, 1),  # three ranks never have a sample
+        (2, 4, 4, 1),
+        (10, 4, 4, 3),  # 4, 4, 2
+        (11, 4, 2, 3),  # 4, 4, 3
+        (5, 100, 2, 1),
+    ],
+)
+def test_same_bits_as_alone(tmp_path: Path, size: int, batch: int, world_size: int, steps: int) -> None:
+    config = tiny_config(virtual_shards=4, global_batch_size=batch)
+    environment = {"TRAIN_SIZE": str(size), "EVAL_SIZE": "1"}
+    alone = finished(tmp_path / "alone", config, 1, environment)
+    together = finished(tmp_path / "together", config, world_size, environment)
+    assert together.outcome().step == 2 * steps
+    assert together.checkpoint().state["train_state"]["samples_seen"] == 2 * size
+    assert all(torch.equal(tensor, together.weights()[name]) for name, tensor in alone.weights().items())
+    assert together.lines() == alone.lines()
+
+
 def test_rank_without_samples_leaves_its_statistics_alone(tmp_path: Path) -> None:
     config = tiny_config(model={"name": "tests.dist.toys:WithBatchNorm"}, global_batch_size=3, max_epochs=1)
     attempt = finished(tmp_path, config, 3, {"TRAIN_SIZE": "10"})

@@ -36,7 +36,7 @@ def of_rank_zero(context: RunContext) -> list[tuple[str, list[int], list[float]]
     value = context.rank + 1
     tensors = [torch.tensor(value % 2 == 1), torch.full((2, 1), value, dtype=torch.int64), torch.zeros(0)]
     tensors += [torch.full((3,), value / 4, dtype=torch.bfloat16), torch.tensor(float(value), dtype=torch.float64)]
-    return [(str(t.dtype), list(t.shape), t.flatten().tolist()) for t in context.of_rank_zero(tensors)]
+    return [(str(t.dtype), list(t.shape), t.flatten().tolist()) for t in context.of_rank(0, tensors)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

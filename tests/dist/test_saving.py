@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from configs.errors import EnvironmentProblem
-from tests.dist.harness import finished, in_ranks, run, tiny_config, wait_for
-from tests.checkpoints import nothing, rank_of, save, snapshot
 from configs.schema import LaunchConfig
+from tests.checkpoints import nothing, rank_of, save, snapshot
+from tests.dist.harness import finished, in_ranks, run, tiny_config, wait_for
 from trainer import checkpoint, disk, saving
 from trainer.peers import PeerError
 from trainer.runtime import RunContext
@@ -74,8 +74,10 @@ def test_save_that_fails_on_one_rank_raises_on_all_and_leaves_no_half_folder(tmp
 
 @pytest.mark.parametrize(
     ("rank", "broken"),
-    [(0, "_make"), (0, "write_tensors"), (0, "write_text"), (0, "publish"), (0, "tidy"), (0, "mark_best")]
-    + [(1, "_make"), (1, "write_tensors"), (1, "write_atomically")],
+    [
+        *((0, name) for name in ("_make", "write_tensors", "write_text", "publish", "tidy", "mark_best")),
+        *((1, name) for name in ("_make", "write_tensors", "write_atomically")),
+    ],
 )
 def test_failure_of_one_rank_alone_is_told_to_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, broken: str

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def compiles_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through torch._dynamo, but not through a C++ compiler."""
     compile_module = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **_: compile_module(self, backend="eager"))
 
 
 def flops_of(attempt: Attempt) -> int:

@@ -3,9 +3,9 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from pathlib import Path
-import threading
 from typing import Any, cast
 
 import torch
@@ -433,7 +433,7 @@ class SavesSlowly(_Mortal):
 
     @staticmethod
     def fsync(descriptor: int) -> None:
-        if "/checkpoints/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if "/checkpoints/" in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
             os.fsync = _fsync
             time.sleep(float(os.environ["SLOW_SAVE"]))
         _fsync(descriptor)

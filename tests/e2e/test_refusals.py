@@ -65,10 +65,14 @@ def test_plan_makes_no_folder_and_imports_no_torch(here: Place) -> None:
 
 
 def test_plan_with_a_probe_knows_the_network(here: Place) -> None:
-    plan = here.run("plan", "tiny.yaml", "--probe")
+    plan = here.run("plan", "tiny.yaml", "virtual_shards=2", "--probe")
     assert re.search(r"^parameters +70,660$", plan.output, re.MULTILINE)
     # 64 -> 1024 -> 4: forward, the gradients of the weights, and that of what is between the layers.
     assert re.search(r"^FLOPs +286,720 per sample, 139,264 of them forward; .* TFLOP/s", plan.output, re.MULTILINE)
+    assert re.search(r"^bits +2 virtual shards \(command line\) of \d+ samples: ", plan.output, re.MULTILINE)
+    assert re.search(
+        r"^bits cost +a step of one process's share takes [\d.]+ ms in its shards", plan.output, re.MULTILINE
+    )
     assert "8 per epoch x 2 epochs = 16" in plan.output
     assert not (here.folder / "runs").exists()
     assert list(here.temporary.iterdir()) == []

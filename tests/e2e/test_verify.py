@@ -44,11 +44,19 @@ def test_equal_bits_on_any_number_of_processes(here: Place) -> None:
     """BatchNorm and dropout, with the cores' own number of threads."""
     model = ("model.name=tests.e2e.toys:Held", "model.args={}", "max_epochs=1", "launch.num_threads=null")
     proof = here.run("verify", "topology", "tiny.yaml", *model, "--nproc", "1,2,4", "--bitwise")
+    assert proof.lines[0] == "virtual_shards=4 (the largest of --nproc 1,2,4)"
     assert proof.output.count("0 differing bits in model, optimizer, rank_0; 9 points of metrics") == 4
     chained = here.run("verify", "resume", "tiny.yaml", *model, "--nproc", "4,1,2", "--kills", "2")
     assert chained.lines[-1] == "3 of 3 hold"
-    (line,) = here.run("verify", "topology", "tiny.yaml", "--nproc", "1,3", "--bitwise", code=2).lines
-    assert "--nproc 3: only powers of two have equal bits" in line
+    for arguments, said in (
+        (("--nproc", "1,3"), "--nproc 3: only powers of two have equal bits"),
+        (
+            ("--nproc", "1,4", "virtual_shards=2"),
+            "virtual_shards=2 does not divide over 4 processes; use one of 1, 2 proc",
+        ),
+    ):
+        (line,) = here.run("verify", "topology", "tiny.yaml", *arguments, "--bitwise", code=2).lines
+        assert said in line
 
 
 def test_faults_of_one_kind(here: Place) -> None:

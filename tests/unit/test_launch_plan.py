@@ -306,6 +306,54 @@ def test_what_needs_torch_is_unknown_until_probed() -> None:
     assert "2 per epoch x 5 epochs = 10" in text
 
 
+@pytest.mark.parametrize(
+    ("settings", "nproc", "said"),
+    [
+        (
+            {"virtual_shards": 4},
+            2,
+            "4 virtual shards (configs/demo.yaml:3) of 64 samples: the same bits on 1, 2 or 4 processes of 2 threads; "
+            "here 2 for each process",
+        ),
+        (
+            {"virtual_shards": 8, "global_batch_size": 100, "max_per_device_batch_size": 5},
+            1,
+            "8 virtual shards (configs/demo.yaml:3) of 12 or 13 samples, at most 5 at a time: the same bits on 1, 2, 4 "
+            "or 8 processes of 1 thread; here 8 for each process",
+        ),
+        (
+            {"virtual_shards": 1},
+            1,
+            "1 virtual shard (configs/demo.yaml:3) of 256 samples: the same bits on 1 process of 8 threads; here 1 "
+            "for each process",
+        ),
+    ],
+)
+def test_why_there_are_so_many_shards(settings: dict[str, Any], nproc: int, said: str) -> None:
+    text = render_plan(planned(CPU, settings, nproc=nproc), CPU, {"virtual_shards": "configs/demo.yaml:3"})
+    assert f"\nbits           {said}\n" in text
+
+
+def test_what_the_shards_cost_as_probed() -> None:
+    probe = {
+        "parameters": 1,
+        "checkpoint_bytes": 1,
+        "step_ms": 9.0,
+        "peak_memory_bytes": 1,
+        "num_train": 1,
+        "num_eval": 1,
+    }
+    cost = {"shards_ms": 12.0, "accumulated_ms": 11.0, "plain_ms": 8.0}
+    plan = planned(CPU, {"virtual_shards": 4})
+    said = (
+        "bits cost      a step of one process's share takes 12.00 ms in its shards, 11.00 ms accumulated in the same "
+        "micro-batches and 8.00 ms without virtual_shards (1.50 times as long), all with these threads; sums over "
+        "processes come on top\n"
+    )
+    assert said in render_plan(plan, CPU, {}, probe | cost)
+    assert "bits" not in render_plan(planned(CPU), CPU, {}, probe)
+
+
 def test_a_fault_of_a_rank_that_there_is_not_is_refused_in_its_own_start() -> None:
     faults = {"faults": [{"kind": "exit", "rank": 1}]}
     with pytest.raises(ConfigError, match="faults: there is no rank 1 among 1 process; count from 0"):

@@ -132,3 +132,23 @@ def test_layers_that_draw_are_told_from_those_that_do_not() -> None:
     assert random_layers(model) == ["dropout", "channels", "rrelu", "attention", "lstm", "path", "depth"]
     assert random_layers(nn.Dropout(0.1)) == ["Dropout"]
     assert random_layers(build("mnist_cnn")) == []
+
+
+class Columns(nn.Module):
+    """Every second column of a tensor, and a transposed one."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(3, 2 * num_classes)[:, ::2])
+        self.transposed = nn.Parameter(torch.randn(num_classes, 3).t())
+
+
+def test_parameters_are_blocks_of_memory() -> None:
+    """A fused kernel would write the other columns, and not the last rows of these."""
+    model = build(f"{__name__}:Columns")
+    torch.manual_seed(0)
+    unchanged = Columns(10)
+    assert unchanged.columns.stride() == (20, 2)
+    assert model.get_parameter("columns").stride() == (10, 1)
+    assert model.get_parameter("transposed").stride() == (1, 3)
+    assert all(torch.equal(p, unchanged.get_parameter(name)) for name, p in model.named_parameters())
