@@ -43,7 +43,16 @@ def test_one_process_leaves_a_run_folder(trained: Place) -> None:
     run = trained.run_dir("done")
     names = {path.name for path in run.path.iterdir()}
     (events,) = (name for name in names if name.startswith("events.out.tfevents."))
-    expected = {"config.yaml", "attempts", "checkpoints", "metrics.jsonl", "result.json", "model.safetensors", ".lock"}
+    expected = {
+        "config.yaml",
+        "attempts",
+        "checkpoints",
+        "metrics.jsonl",
+        "result.json",
+        "model.safetensors",
+        "classes.json",
+        ".lock",
+    }
     assert names == expected | {events}
     assert {path.name for path in run.checkpoints.iterdir()} == {"step_00000008", "step_00000016", "best.json"}
     assert command.lines[0].startswith("1 CPU process: ")

@@ -342,6 +342,7 @@ def test_what_the_shards_cost_as_probed() -> None:
         "peak_memory_bytes": 1,
         "num_train": 1,
         "num_eval": 1,
+        "flops": "1 per sample",
     }
     cost = {"shards_ms": 12.0, "accumulated_ms": 11.0, "plain_ms": 8.0}
     plan = planned(CPU, {"virtual_shards": 4})
