@@ -436,8 +436,8 @@ class RunConfig(Section):
     )
     steps_per_execution: Count = Field(
         default=1,
-        description="updates in one call of a compiled function: nearly twice as fast for long jobs of small networks on one "
-        "process; only without buffers, dropout, ema and accumulation",
+        description="updates in one call of a compiled function: nearly twice as fast for long jobs of small networks "
+        "on one process; only without buffers, dropout, ema and accumulation",
     )
     sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
     init_from: str | None = Field(
