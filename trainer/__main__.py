@@ -13,12 +13,12 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 from configs.contract import OUT_OF_MEMORY, Outcome, WorkerPlan, write_atomically
 from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
 from configs.run_dir import AttemptDir, RunDir
 from trainer.account import Account
+from trainer.exits import leave
 from trainer.memory import is_out_of_memory
 from trainer.parent import die_with_parent
 from trainer.peers import failed_peer
@@ -140,13 +140,6 @@ def _plain_warning(
     message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
 ) -> str:
     return f"warning: {message}\n"
-
-
-def leave(code: int) -> NoReturn:
-    """End this process. Interpreter shutdown with torch loaded takes up to a second, when everything is written."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -60,8 +60,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
     if config.virtual_shards:
-        machine = {name: facts[name] for name in resume.MACHINE} | {"torch": facts["versions"]["torch"]}
-        check_same(context, machine, "virtual_shards: the ranks would not compute the same bits")
+        _check_machines(context, facts)
     console = _console(run, context)
     saver = _saver(run, context, console)
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
@@ -91,15 +90,23 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         facts=facts,
         files_may_differ=run.plan.allow_changes or run.plan.mode == "eval",
         samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
-        faults=Faults(config.faults, context.rank, run.attempt.number, run.run_dir.checkpoints, saver.land)
-        if config.faults
-        else None,
+        faults=_faults(run, context, saver),
         window=LossWindow(context),
         guard=Guard(config, model, run.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
     )
     if config.steps_per_execution > 1:
         check_multistep(job)
     return job, [*summary.plan_screen(job, run.plan, batch, reason), *data.notes, *notes]
+
+
+def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
+    machine = {name: facts[name] for name in resume.MACHINE} | {"torch": facts["versions"]["torch"]}
+    check_same(context, machine, "virtual_shards: the ranks would not compute the same bits")
+
+
+def _faults(run: "Run", context: RunContext, saver: Saver) -> Faults | None:
+    faults = run.plan.config.faults
+    return Faults(faults, context.rank, run.attempt.number, run.run_dir.checkpoints, saver.land) if faults else None
 
 
 def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapStyle]:

@@ -20,12 +20,13 @@ from tqdm import tqdm
 
 from configs.contract import WorkerPlan
 from configs.derive import counted
-from configs.errors import EXIT_DONE, EXIT_TRAINING, EnvironmentProblem, LockstepError
+from configs.errors import EXIT_DONE, EXIT_TRAINING, EnvironmentProblem
 from configs.schema import RunConfig
 from configs.text import printable
 from trainer.contact_sheet import draw_samples
 from trainer.data.decode import Box, DecodingError, read_pixels
 from trainer.data.folder import Files, Splits, load_splits
+from trainer.exits import leave, told
 from trainer.parent import die_with_parent
 
 _CHUNK = 16
@@ -162,18 +163,8 @@ def _by_content(facts: Sequence[Facts]) -> dict[bytes, list[int]]:
 
 def main(arguments: list[str]) -> int:
     plan = WorkerPlan.load(Path(arguments[0]))
-    try:
-        return check(plan.config, Path(arguments[1]))
-    except LockstepError as error:
-        print(f"{error.kind}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"{EnvironmentProblem.kind}: {error}", file=sys.stderr)
-        return EnvironmentProblem.exit_code
+    return told(lambda: check(plan.config, Path(arguments[1])))
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main(sys.argv[1:]))

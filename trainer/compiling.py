@@ -8,7 +8,8 @@ from typing import Any
 from configs.contract import WorkerPlan
 from configs.derive import counted, steps_per_epoch, total_steps
 from trainer.job import Job
-from trainer.probe import build_alone, timed_step
+from trainer.probe import build_alone
+from trainer.timing import timed_step
 
 MOST_SAVED = 0.5
 """Of a step, by compiling: what it has to bring in for the measurement to be worth its time."""
@@ -44,11 +45,11 @@ def _compare(job: Job, steps: int) -> tuple[bool, str]:
 
 def _timed(job: Job, batches: Iterator[Any]) -> tuple[float, float]:
     """Seconds of the first few steps together, and of one after that."""
-    warm_up_s = sum(timed_step(job, batches) for _ in range(WARM_UP))
+    warm_up_s = sum(timed_step(job, *next(batches)) for _ in range(WARM_UP))
     times: list[float] = []
     until = time.monotonic() + LONG_ENOUGH_S
     while len(times) < 3 or (len(times) < MOST_STEPS and time.monotonic() < until):
-        times.append(timed_step(job, batches))
+        times.append(timed_step(job, *next(batches)))
     return warm_up_s, statistics.median(times)
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from configs.contract import WorkerPlan
 from configs.run_dir import AttemptDir
-from trainer.__main__ import leave, main
+from trainer.__main__ import main
+from trainer.exits import leave
 from trainer.parent import die_with_parent
 
 IMPORTS = ("trainer.run", "torch._dynamo")

@@ -41,7 +41,7 @@ class MultiStep:
     """Groups of `count` updates."""
 
     def __init__(self, job: Job) -> None:
-        check_multistep(job)
+        """Of a job that check_multistep() has let pass."""
         self.count = job.config.steps_per_execution
         autocast = job.context.precision == "bf16"
         self._run = Unrolled(job.model, job.loss_sum, job.optimizer, job.config.optim, autocast=autocast)

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.contract import WorkerPlan
-from configs.errors import EnvironmentProblem, LockstepError
+from configs.errors import EnvironmentProblem
 from configs.known_data import KNOWN_DATA, KnownData
 from configs.schema import DataConfig
+from trainer.exits import leave, told
 
 EMBEDDED_MNIST = Path(__file__).resolve().parent.parent / "data" / "mnist"
 # The well-known MD5 sums of the uncompressed files, as in data/mnist/README.md.
@@ -163,21 +164,15 @@ def main(arguments: list[str]) -> int:
         "--probe-compile": probe_compile,
     }
     plan = WorkerPlan.load(Path(arguments[-1]))
-    try:
+
+    def body() -> int:
         prepare_data(plan.config.data)
         if arguments[0] in probes:
             print(json.dumps(probes[arguments[0]](plan)))
-    except LockstepError as error:
-        print(f"{error.kind}: {error}", file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"{EnvironmentProblem.kind}: {error}", file=sys.stderr)
-        return EnvironmentProblem.exit_code
-    return 0
+        return 0
+
+    return told(body)
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leave(main(sys.argv[1:]))

@@ -5,7 +5,6 @@ import dataclasses
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from configs.contract import WorkerPlan
 from configs.run_dir import AttemptDir, RunDir
 from trainer.build import build
 from trainer.job import Job
-from trainer.loop import train_step
-from trainer.outcome import settle
 from trainer.probe_shards import measure_shards
 from trainer.run import Run
 from trainer.runtime import RunContext
 from trainer.snapshot import snapshot
 from trainer.speed import count_speed, describe_speed
 from trainer.stop import StopFlag
+from trainer.timing import timed_step
 
 
 def measure(plan: WorkerPlan) -> dict[str, Any]:
@@ -32,7 +30,7 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
     cost."""
     with build_alone(plan) as job:
         batches = job.source.training(job.order.batches(0, 0))
-        times = [timed_step(job, batches) for _ in range(3)]
+        times = [timed_step(job, *next(batches)) for _ in range(3)]
         saved = snapshot(job)
         tensors = [tensor for part in (*saved.shared.values(), saved.own) for tensor in part.values()]
         speed = count_speed(job)
@@ -47,17 +45,6 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
             "notes": speed.notes(),
         }
         return measured | (measure_shards(job, plan) if plan.config.virtual_shards else {})
-
-
-def timed_step(job: Job, batches: Iterator[Any]) -> float:
-    """Seconds of one step, without the wait for its batch."""
-    batch, pieces = next(batches)
-    start = time.perf_counter()
-    train_step(job, batch, pieces)
-    settle(job)
-    if job.context.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 @contextlib.contextmanager

@@ -2,11 +2,8 @@
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
-
-import torch
 
 from configs.contract import WorkerPlan
 from configs.derive import plan_batches
@@ -14,9 +11,8 @@ from trainer.data.order import Order, RankBatch
 from trainer.deterministic import ask_for_deterministic_kernels
 from trainer.faults import Pieces
 from trainer.job import Job
-from trainer.loop import train_step
-from trainer.outcome import settle
 from trainer.shards import Shards
+from trainer.timing import timed_step
 
 _ROUNDS = 7
 """Steps of each kind; they take turns, so that what else the machine does meets all alike."""
@@ -50,9 +46,4 @@ def _step_of(job: Job, wants_bits: bool, order: Order) -> Callable[[], float]:
 
 def _timed(job: Job, batch: RankBatch, pieces: Pieces, wants_bits: bool) -> float:
     ask_for_deterministic_kernels(wanted=wants_bits, compiles=job.is_compiled)
-    start = time.perf_counter()
-    train_step(job, batch, pieces)
-    settle(job)
-    if job.context.device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return timed_step(job, batch, pieces)

@@ -1,7 +1,6 @@
 """compile: auto as the helper process measures it, and compiled training."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(module)
         COMPILE(module, backend="eager")
 
-    def step(job: Any, batches: Iterator[Any]) -> float:
-        real(job, batches)
+    def step(job: Any, batch: Any, pieces: Any) -> float:
+        real(job, batch, pieces)
         return 0.002 if calls else 0.010
 
     real = compiling.timed_step

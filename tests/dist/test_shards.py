@@ -14,7 +14,7 @@ from launch.verify.compare import CLOCKS
 from tests import splitmix
 from tests.dist import toys
 from tests.dist.harness import Attempt, finished, in_ranks, run, tiny_config
-from trainer import agreement, probe_shards
+from trainer import agreement, probe_shards, timing
 from trainer.data.order import RankBatch
 from trainer.faults import Pieces
 from trainer.job import Job
@@ -247,7 +247,7 @@ def test_a_probe_measures_what_the_mode_costs(tmp_path: Path) -> None:
             taken.append((kind, len(pieces), sum(len(images) for images, _ in pieces)))
             train_step(job, batch, pieces)
 
-        probe_shards.train_step = note
+        timing.train_step = note
         with build_alone(plan) as job:
             return probe_shards.measure_shards(job, plan), taken
 
