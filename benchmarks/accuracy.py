@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row, run_python
-from configs.schema import DataConfig
+from configs.data_section import DataConfig
 from trainer.prepare import prepare_data
 
 SEEDS = 5

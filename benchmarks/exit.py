@@ -12,8 +12,8 @@ from benchmarks.accuracy import LOCKSTEP, ONE_THREAD
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row, run_python
 from benchmarks.marked_net import MARKED, MARKS, read_marks
 from benchmarks.startup import MARKED_TUTORIAL
+from configs.data_section import DataConfig
 from configs.run_dir import RunDir
-from configs.schema import DataConfig
 from trainer import checkpoint
 from trainer.prepare import prepare_data
 

@@ -14,7 +14,7 @@ from benchmarks.accuracy import LOCKSTEP, ONE_THREAD, difference_row, final_top1
 from benchmarks.harness import ROOT, Row, Target, in_turn, not_measured, ratio_row, run_python
 from benchmarks.marked_net import MARKED, MARKS, read_marks
 from benchmarks.startup import MARKED_TUTORIAL
-from configs.schema import DataConfig
+from configs.data_section import DataConfig
 from trainer.prepare import prepare_data
 
 ROUNDS = 5

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.accuracy import LOCKSTEP, final_top1
 from benchmarks.frameworks import answered_top1
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row, run_python, spread
-from configs.schema import DataConfig
+from configs.data_section import DataConfig
 from trainer.prepare import prepare_data
 
 ROUNDS = 3

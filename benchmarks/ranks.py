@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.accuracy import ONE_THREAD
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row
 from benchmarks.startup import LENGTH, MARKED_TUTORIAL, first_step_s
-from configs.schema import DataConfig
+from configs.data_section import DataConfig
 from trainer.prepare import prepare_data
 
 ROUNDS = 5

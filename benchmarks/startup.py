@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness import ROOT, Row, Target, in_turn, ratio_row, run_python
 from benchmarks.marked_net import MARKS, read_marks
-from configs.schema import DataConfig
+from configs.data_section import DataConfig
 from trainer.prepare import prepare_data
 
 ROUNDS = 7

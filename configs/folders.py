@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from configs.data_section import DataConfig
 from configs.errors import ConfigError
-from configs.schema import DataConfig
 
 TRAIN, VAL = "train", "val"
 

@@ -7,7 +7,8 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from configs.plain_yaml import flow
-from configs.schema import KNOBS, SECTIONS, Section, did_you_mean
+from configs.schema import KNOBS, SECTIONS
+from configs.values import Section, did_you_mean
 
 # What other trainers call it, where the nearest name by letters is another knob.
 HABITS = {"batch_size": "global_batch_size", "learning_rate": "optim.lr", "amp": "mixed_precision"}

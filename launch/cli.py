@@ -8,7 +8,7 @@ from typing import Annotated, Never
 import typer
 
 from configs.errors import ConfigError, EnvironmentProblem, LockstepError
-from configs.schema import FaultKind
+from configs.sections import FaultKind
 from launch.backends import Launcher
 from launch.follow import say
 from launch.options import Options

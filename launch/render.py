@@ -18,7 +18,8 @@ from configs.derive import (
     with_reason,
 )
 from configs.known_data import KNOWN_DATA
-from configs.schema import LaunchConfig, RunConfig
+from configs.schema import RunConfig
+from configs.sections import LaunchConfig
 from launch.follow import shown
 from launch.plan import LaunchPlan, num_loaders
 from launch.topology import Topology

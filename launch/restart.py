@@ -10,7 +10,7 @@ from configs.contract import OUT_OF_MEMORY
 from configs.derive import counted
 from configs.errors import EXIT_TRAINING, TrainingError
 from configs.run_dir import step_name
-from configs.schema import LaunchConfig
+from configs.sections import LaunchConfig
 
 MAX_WAIT_S = 60.0
 # Mistakes in the user's code; and training errors follow from samples, weights and settings, which stay as they are.

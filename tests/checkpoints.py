@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import LaunchConfig
+from configs.sections import LaunchConfig
 from trainer.checkpoint import Snapshot
 from trainer.runtime import RunContext
 from trainer.saving import Saver

@@ -9,7 +9,8 @@ from torch import nn
 
 from configs.derive import BatchPlan
 from configs.errors import ConfigError
-from configs.schema import LossConfig, RunConfig
+from configs.schema import RunConfig
+from configs.sections import LossConfig
 from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
 from trainer.choices import choose_channels_last

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.errors import TrainingError
-from configs.schema import EvalConfig
+from configs.sections import EvalConfig
 from trainer.data.augment import Preprocess
 from trainer.data.source import Source
 from trainer.memory import told_if_out_of_memory

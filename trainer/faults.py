@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configs.schema import FaultConfig
+from configs.sections import FaultConfig
 from trainer.checkpoint import step_folders
 
 Pieces = list[tuple[Tensor, Tensor]]

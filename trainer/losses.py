@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.schema import LossConfig
+from configs.sections import LossConfig
 
 
 def cross_entropy_sum(config: LossConfig, logits: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.errors import ConfigError
-from configs.schema import ModelConfig
+from configs.sections import ModelConfig
 from trainer.data.datasets import load_callable
 
 

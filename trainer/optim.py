@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from configs.schema import OptimConfig
+from configs.sections import OptimConfig
 from trainer.optimizer import Group, Optimizer
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from configs.schema import OptimConfig
+from configs.sections import OptimConfig
 
 
 class Group(TypedDict):

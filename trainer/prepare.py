@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.contract import WorkerPlan
+from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem
 from configs.known_data import KNOWN_DATA, KnownData
-from configs.schema import DataConfig
 from trainer.exits import leave, told
 
 EMBEDDED_MNIST = Path(__file__).resolve().parent.parent / "data" / "mnist"

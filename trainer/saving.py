@@ -18,7 +18,7 @@ import torch
 from configs.contract import write_atomically
 from configs.errors import EnvironmentProblem
 from configs.run_dir import step_name
-from configs.schema import LaunchConfig
+from configs.sections import LaunchConfig
 from trainer.checkpoint import ASIDE, FORMAT, PART, STATE, Facts, Snapshot, Tensors, publish, rank_file, tidy
 from trainer.disk import in_one_sentence, remove, sha256, sync, write_tensors, write_text
 from trainer.memory import told_if_out_of_memory

@@ -16,7 +16,7 @@ from configs.contract import WorkerPlan, write_atomically
 from configs.derive import BatchPlan, counted, lr_plan, plan_batches
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
-from configs.schema import ExpectConfig
+from configs.sections import ExpectConfig
 from trainer import choices
 from trainer.account import TimeOfRun
 from trainer.job import Job

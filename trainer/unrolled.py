@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from configs.schema import OptimConfig
+from configs.sections import OptimConfig
 from trainer.optimizer import Group, Optimizer
 
 Named = dict[str, Tensor]

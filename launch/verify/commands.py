@@ -6,7 +6,7 @@ from pathlib import Path
 from configs.derive import plan_batches
 from configs.errors import EXIT_DONE, ConfigError
 from configs.loader import load_config
-from configs.schema import FaultKind
+from configs.sections import FaultKind
 from launch.follow import say
 from launch.options import Options, parse_nproc
 from launch.verify.faults import verify_faults

@@ -5,7 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 from configs.errors import EXIT_DONE, EXIT_STOPPED, EXIT_TRAINING, TrainingError
-from configs.schema import FaultKind
+from configs.sections import FaultKind
 from launch.verify import compare
 from launch.verify.runs import Ended, Place
 from launch.verify.table import Row, Table

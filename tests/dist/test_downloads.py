@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 from torchvision.datasets import CIFAR10, FashionMNIST
 
+from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem
-from configs.schema import DataConfig
 from tests.dist.harness import exit_statuses, fork
 from trainer.data.datasets import load_data
 from trainer.prepare import prepare_data

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.schema import AugmentConfig, EvalConfig, LossConfig
+from configs.data_section import AugmentConfig
+from configs.sections import EvalConfig, LossConfig
 from tests.dist import toys
 from tests.dist.harness import finished, in_ranks, run, tiny_config
 from tests.dist.toys import images

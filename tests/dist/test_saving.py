@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from configs.errors import EnvironmentProblem
-from configs.schema import LaunchConfig
+from configs.sections import LaunchConfig
 from tests.checkpoints import nothing, rank_of, save, snapshot
 from tests.dist.harness import finished, in_ranks, run, tiny_config, wait_for
 from trainer import checkpoint, disk, saving

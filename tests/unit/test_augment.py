@@ -7,7 +7,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import transforms
 
-from configs.schema import AugmentConfig
+from configs.data_section import AugmentConfig
 from tests import splitmix
 from trainer.data.augment import Preprocess, cutout_mask, shift
 

@@ -9,16 +9,8 @@ from pydantic import BaseModel, ValidationError
 
 from configs import reference
 from configs.contract import WorkerPlan
-from configs.schema import (
-    AT_MOST_ONE_OF,
-    FREE_ON_RESUME,
-    KNOBS,
-    ONE_OF,
-    SECTIONS,
-    RunConfig,
-    Section,
-    did_you_mean,
-)
+from configs.schema import AT_MOST_ONE_OF, FREE_ON_RESUME, KNOBS, ONE_OF, SECTIONS, RunConfig
+from configs.values import Section, did_you_mean
 
 
 def config(**fields: Any) -> RunConfig:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms import functional as TF
 
-from configs.schema import DataConfig
+from configs.data_section import DataConfig
 from tests import splitmix
 from tests.folders import noisy
 from trainer.data.crops import centre_box, centre_view, random_box, random_view

@@ -8,8 +8,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
-from configs.schema import DataConfig
 from trainer.data.datasets import TensorSplit, as_image_tensor, load_callable, load_data
 from trainer.data.source import build_source, choose_residency, materialise
 from trainer.data.stream import class_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.run_dir import AttemptDir
-from configs.schema import FaultConfig
+from configs.sections import FaultConfig
 from trainer.faults import Faults, Pieces, unreached
 
 PIECES: Pieces = [(torch.ones(2, 1, 3, 3, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
-from configs.schema import DataConfig
 from tests.folders import make, plain
 from trainer.data.datasets import load_data
 from trainer.data.folder import Files, Splits, load_splits

@@ -8,7 +8,7 @@ import torch
 import torch._inductor.utils  # imported late by torch, and changes the environment
 from torch import Tensor, nn
 
-from configs.schema import OptimConfig
+from configs.sections import OptimConfig
 from trainer.optim import (
     Ema,
     apply_update,

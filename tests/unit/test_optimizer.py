@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from configs.schema import OptimConfig
+from configs.sections import OptimConfig
 from trainer.optim import build_optimizer
 from trainer.optimizer import Optimizer
 
@@ -81,7 +81,7 @@ def test_nothing_of_it_imports_dynamo() -> None:
     code = """
 import sys, torch
 from torch import nn
-from configs.schema import OptimConfig
+from configs.sections import OptimConfig
 from trainer.optim import apply_update, build_optimizer
 for name in ("sgd", "adam", "adamw"):
     for fused in (False, True):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torchvision.datasets  # so slow that the worker imports it only where it is needed  # noqa: F401
 
+from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem
-from configs.schema import DataConfig
 from trainer import prepare
 from trainer.data.datasets import load_data
 from trainer.prepare import EMBEDDED_MNIST, MNIST_MD5, prepare_data

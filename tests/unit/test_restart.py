@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from configs.schema import LaunchConfig
+from configs.sections import LaunchConfig
 from launch.restart import HOPELESS, Decision, Failure, Restart, judge, summary
 
 KILLED = "killed by SIGKILL (out of memory?)"

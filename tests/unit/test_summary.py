@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from configs.errors import TrainingError
-from configs.schema import ExpectConfig
+from configs.sections import ExpectConfig
 from trainer.summary import _flat, check_expectations
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.schema import AugmentConfig
+from configs.data_section import AugmentConfig
 from trainer.data.order import key_of, random_integers
 
 # One stream of random numbers for each kind of change, so that switching one on leaves the others as they were.

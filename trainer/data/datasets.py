@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
-from configs.schema import DataConfig
 from trainer.data.bad_images import BadImages
 from trainer.data.folder import load_splits
 from trainer.data.idx import read_idx

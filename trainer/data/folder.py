@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.data_section import DataConfig
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
-from configs.schema import DataConfig
 
 # Compared in lower case.
 SUFFIXES = frozenset(b".avif .bmp .gif .jfif .jpe .jpeg .jpg .jp2 .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())

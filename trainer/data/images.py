@@ -4,8 +4,8 @@ import errno
 
 from torch import Tensor
 
+from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem, TrainingError
-from configs.schema import DataConfig
 from configs.text import printable
 from trainer.data.augment import CROP
 from trainer.data.bad_images import BadImages

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from configs.contract import WorkerPlan
+from configs.data_section import DataConfig
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.schema import DataConfig
 from trainer.data.datasets import MapStyle, TensorSplit, as_image_tensor
 from trainer.data.resident import ResidentSource
 from trainer.data.stream import KeyedSamples, StreamSource

@@ -1,0 +1,200 @@
+"""The sections of the settings but `data`."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from configs.values import Count, CountOrZero, Fraction, NonNegative, PerChannel, Positive, Section, model_name, whole
+
+
+class ModelConfig(Section):
+    """The network."""
+
+    name: Annotated[str, AfterValidator(model_name)] = Field(
+        default="mnist_cnn",
+        description="mlp, mnist_cnn, small_resnet, torchvision/NAME, or module:callable (num_classes: int, **args)",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
+
+
+class LossConfig(Section):
+    """The loss, a mean over the samples of the global batch."""
+
+    name: Literal["cross_entropy", "nll"] = Field(default="cross_entropy", description="nll takes log-probabilities")
+    label_smoothing: Fraction = Field(
+        default=0.0, description="share of the target spread evenly over all classes; in training only"
+    )
+
+
+class OptimConfig(Section):
+    """The optimizer."""
+
+    name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="sgd, adam or adamw")
+    lr: NonNegative = Field(default=0.1, description="peak learning rate; never scaled behind your back")
+    momentum: Fraction = Field(default=0.0, description="sgd only")
+    nesterov: bool = Field(default=False, description="sgd only, needs momentum > 0")
+    betas: PerChannel = Field(default=(0.9, 0.999), description="adam and adamw only")
+    eps: Positive = Field(default=1e-8, description="adam and adamw only")
+    weight_decay: NonNegative = Field(default=0.0, description="L2 penalty with sgd and adam, decoupled with adamw")
+    decay_norm_and_bias: bool = Field(default=False, description="apply weight_decay to norms and biases too")
+    max_grad_norm: Positive | None = Field(default=None, description="clip the norm of the whole gradient to this")
+    fused: bool | None = Field(default=None, description="one kernel per update; default: where torch has it")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.nesterov and (self.name != "sgd" or self.momentum == 0):
+            raise ValueError("nesterov needs name: sgd and momentum > 0")
+        if self.name != "sgd" and self.momentum:
+            raise ValueError(f"momentum is for sgd; {self.name} takes betas")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas are two numbers in [0, 1), got {list(self.betas)}")
+        return self
+
+
+class ScheduleConfig(Section):
+    """The learning rate as a pure function of the step (derive.lr_at)."""
+
+    name: Literal["constant", "cosine", "step", "one_cycle"] = Field(
+        default="constant", description="constant, cosine, step or one_cycle, each after the warm-up"
+    )
+    warmup_steps: CountOrZero | None = Field(default=None, description="linear warm-up, in steps; or warmup_epochs")
+    warmup_epochs: NonNegative | None = Field(default=None, description="linear warm-up, in epochs; or warmup_steps")
+    final_lr_fraction: Fraction = Field(default=0.0, description="cosine and one_cycle end at this fraction of lr")
+    step_every_epochs: Positive = Field(default=30.0, description="step: decay after this many epochs")
+    step_factor: Fraction = Field(default=0.1, description="step: multiply by this")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_steps is not None and self.warmup_epochs is not None:
+            raise ValueError("warmup_steps and warmup_epochs are two spellings of one thing; give one")
+        return self
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the weights, evaluated beside the raw ones."""
+
+    half_life_samples: Positive | None = Field(
+        default=None,
+        description="samples after which old weights count half, at most a tenth of those seen; default: no EMA",
+    )
+
+
+class EvalConfig(Section):
+    """Evaluation: each sample of the test split exactly once. It always runs at the end too."""
+
+    every_epochs: Count | None = Field(
+        default=1, description="evaluate after this many epochs; null: only at the end (or every_steps)"
+    )
+    every_steps: Count | None = Field(default=None, description="evaluate after this many updates too")
+    mode: Literal["sharded", "rank0"] = Field(
+        default="sharded", description="the same result to the last digit either way"
+    )
+    batch_size: Count = Field(default=500, description="samples per forward pass, a fixed cut of the test split")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints: complete or absent, verified by hash. One is always written at the end and when stopped."""
+
+    every_steps: Count | None = Field(default=None, description="save after this many updates")
+    every_minutes: Positive | None = Field(default=None, description="save when the last one is this old")
+    every_epochs: Count | None = Field(default=1, description="save after this many epochs")
+    keep: Annotated[int, Field(ge=2), BeforeValidator(whole)] = Field(
+        default=2, description="newest ones to keep, besides the best"
+    )
+
+
+class LogConfig(Section):
+    """What is written while training."""
+
+    every_steps: Count = Field(
+        default=50, description="a point in TensorBoard and metrics.jsonl, the mean since the last point"
+    )
+    sample_ids: bool = Field(
+        default=False, description="write which samples each batch trains on, to attempts/K/samples-rankR.jsonl"
+    )
+    console_every_s: NonNegative = Field(
+        default=5.0, description="seconds between console lines; a terminal shows a bar instead"
+    )
+
+
+class GuardConfig(Section):
+    """Limits of what `nonfinite` may do, and what counts as a spike of the loss."""
+
+    max_skipped: Count = Field(default=100, description="nonfinite: skip gives up after this many dropped updates")
+    max_skipped_fraction: Fraction = Field(
+        default=0.01, description="nonfinite: skip gives up when more than this share was dropped; one always may be"
+    )
+    max_rollbacks: Count = Field(default=3, description="nonfinite: rollback gives up after this many")
+    spike_factor: Annotated[float, Field(gt=1.0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="a loss above this many times the median of the window is treated like one that is not finite",
+    )
+    spike_window_steps: Annotated[int, Field(ge=10), BeforeValidator(whole)] = Field(
+        default=100, description="updates whose losses make the median; before that many nothing is a spike"
+    )
+
+
+class EarlyStoppingConfig(Section):
+    """End the run, as finished, when its evaluations no longer get better."""
+
+    patience: Count | None = Field(
+        default=None, description="evaluations in a row without a better one after which the run ends; null: never"
+    )
+    metric: Literal["eval/top1", "eval/loss"] = Field(
+        default="eval/top1", description="judged on the EMA where there is one"
+    )
+    min_delta: NonNegative = Field(default=0.0, description="better by no more than this is not better")
+
+
+FaultKind = Literal[
+    "sigkill",
+    "sigkill_in_save",
+    "exit",
+    "raise",
+    "hang",
+    "slow",
+    "nan",
+    "oom",
+    "sigterm",
+    "sigstop",
+    "corrupt_checkpoint",
+]
+
+
+class FaultConfig(Section):
+    """One fault to inject, for tests and for `python -m launch verify faults`."""
+
+    kind: FaultKind
+    rank: CountOrZero = 0
+    step: CountOrZero = 0
+    attempt: Count | None = 1
+    seconds: Positive = 3.0
+
+
+class ExpectConfig(Section):
+    """What the finished run must reach; otherwise it fails with exit code 1."""
+
+    max_train_loss: Positive | None = Field(default=None, description="the last logged train/loss must be below")
+    min_top1: Fraction | None = Field(default=None, description="the final top-1, a fraction, must be at least")
+
+
+class LaunchConfig(Section):
+    """How the processes are run and ended."""
+
+    grace_s: Positive = Field(default=30.0, description="seconds that a stopped run has to finish its step and save")
+    collective_timeout_s: Positive = Field(
+        default=600.0, description="seconds that a rank waits for the others before it fails"
+    )
+    max_restarts: CountOrZero = Field(
+        default=0, description="restart from the newest checkpoint this often by itself when a rank fails"
+    )
+    restart_wait_s: NonNegative = Field(
+        default=1.0, description="before the first restart; doubles with each, up to a minute"
+    )
+    hang_timeout_s: Positive | None = Field(
+        default=None, description="seconds after which a step counts as hung; default: 60 or 20 median steps, if longer"
+    )
+    num_threads: Count | None = Field(
+        default=None,
+        description="CPU threads per rank; default: cores / virtual_shards, or / local ranks and less loader workers",
+    )
