@@ -13,9 +13,10 @@ FOLDERS = {"unit", "dist", "e2e", "gpu"}
 
 
 def pytest_configure() -> None:
-    """Under `nohup` SIGHUP is ignored, by children too, which the launcher respects and the tests of SIGHUP do not."""
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    """Under `nohup` SIGHUP is ignored, in a script's background (`&`) SIGINT, by children too; the tests send both."""
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)
