@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs.contract import Outcome
+from launch.processes import find_process
 from launch.signals import SAME_CTRL_C_S
 from tests.e2e.commands import ROOT, Command, Place, needs_proc, until
 from trainer import checkpoint
@@ -176,6 +177,7 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_the_fix(here: Place) -
     command.until(here.held(2), "both ranks in their fifth step")
     victim = _workers_of(int(here.attempt("held").pid(1).read_text()))[0]
     os.kill(victim, signal.SIGKILL)
+    until(lambda: find_process(victim) is None, "the worker's end")  # a busy machine takes its time over it
     (here.hold / "go").touch()
     command.ends_with(3)
     assert here.living() == []
