@@ -69,8 +69,7 @@ class Evaluator:
         copy_other_buffers(self.trained, self.model, context)
         batches = self._batches()
         mine = self._share_of(context, len(batches))
-        hits = torch.zeros(min(5, self.num_classes), dtype=torch.int64, device=context.device)
-        seen = 0
+        answers: list[tuple[Tensor, Tensor]] = []
         # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
         # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
@@ -81,13 +80,13 @@ class Evaluator:
                 alive()
                 if turn < len(mine):
                     images, labels = next(loaded)
-                    losses[mine[turn]], correct = self._score(context, images, labels)
-                    hits += correct
-                    seen += len(labels)
+                    losses[mine[turn]], best = self._score(context, images, labels)
+                    answers.append((best, labels))
                 if stop is not None and context.any_rank(stop.is_set):
                     return None
         context.all_reduce_sum(losses)
-        *by_place, count = context.all_reduce_sum(torch.cat([hits, hits.new_tensor([seen])])).tolist()
+        counts = count_by_place(answers, min(5, self.num_classes), context.device)
+        *by_place, count = context.all_reduce_sum(counts).tolist()
         if count != len(self.source):
             raise TrainingError(
                 f"evaluated {count} of {len(self.source)} samples; the ranks do not see the same data set"
@@ -109,20 +108,29 @@ class Evaluator:
         return list(range(context.rank, num_batches, context.world_size))
 
     def _score(self, context: RunContext, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss, and what correct_by_place() counts."""
+        """Summed loss, and the best classes of each image, the best first."""
         images = self.preprocess.normalise(images)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with context.autocast():
             logits = self.model(images)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        return self.loss_sum(logits, labels), correct_by_place(logits, labels, min(5, self.num_classes))
+        return self.loss_sum(logits, labels), best_classes(logits, min(5, self.num_classes))
 
 
-def correct_by_place(logits: Tensor, labels: Tensor, places: int) -> Tensor:
-    """Of logits (N, classes) and labels (N,): how many samples have their class in first place, in second, ...;
-    int64 of shape (places,)."""
-    return (logits.topk(places, dim=1).indices == labels[:, None]).sum(0)
+def best_classes(logits: Tensor, places: int) -> Tensor:
+    """Of logits (N, classes): int64 of shape (N, places)."""
+    return logits.topk(places, dim=1).indices
+
+
+def count_by_place(answers: list[tuple[Tensor, Tensor]], places: int, device: torch.device) -> Tensor:
+    """Of batches of best_classes() and labels: how many samples have their class in first place, in second, ..., and
+    how many there are; int64 of shape (places + 1,). Done once at the end, not for each batch."""
+    if not answers:
+        return torch.zeros(places + 1, dtype=torch.int64, device=device)
+    best, labels = (torch.cat(parts) for parts in zip(*answers, strict=True))
+    hits = best == labels[:, None]
+    return torch.cat([hits.sum(0), hits.new_full((1,), len(hits), dtype=torch.int64)])
 
 
 @torch.no_grad()
