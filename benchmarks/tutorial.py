@@ -50,7 +50,7 @@ def measure(rounds: int | None = None) -> list[Row]:
         job.tracker.close()
     return [
         ratio_row("tutorial/script", _wall(slow), LOCKSTEP, SCRIPT, UNIT, Target(">=", 5)),
-        ratio_row("tutorial/limit", _wall(fast), LOCKSTEP, LIMIT, UNIT, Target(">=", 0.90)),
+        ratio_row("tutorial/limit", _wall(fast), LOCKSTEP, LIMIT, UNIT, Target(">=", 0.95)),
         ratio_row("tutorial/limit-cpu", _cpu(fast), LOCKSTEP, LIMIT, f"{UNIT} of CPU time"),
         ratio_row("tutorial/floats", _wall(fast), LOCKSTEP, FLOATS, UNIT),
         ratio_row("tutorial/noise", _wall(fast), AGAIN, LIMIT, UNIT),

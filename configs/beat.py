@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 # What a rank is doing, in the order in which it comes by at one number of completed updates.
-STARTING, BOUNDARY, EVALUATION, SAVING, DATA, FORWARD, BACKWARD, WAITING, UPDATE, FINISHING = range(10)
-"""BOUNDARY: between two steps. WAITING: its own gradients are there, those of the others are not."""
+STARTING, BOUNDARY, EVALUATION, SAVING, DATA, COMPUTE, WAITING, UPDATE, FINISHING = range(9)
+"""BOUNDARY: between two steps. COMPUTE: forward and backward pass. WAITING: its own gradients are there, those of the
+others are not."""
 
 LAYOUT = struct.Struct("<qqddqd")
 

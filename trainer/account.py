@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configs.beat import (
-    BACKWARD,
     BOUNDARY,
+    COMPUTE,
     DATA,
     EVALUATION,
     FINISHING,
-    FORWARD,
     LAYOUT,
     SAVING,
     STARTING,
@@ -28,7 +27,7 @@ from configs.run_dir import AttemptDir, RunDir
 KINDS = {
     "startup": (STARTING,),
     "data": (DATA,),
-    "compute": (FORWARD, BACKWARD, UPDATE),
+    "compute": (COMPUTE, UPDATE),
     "waiting": (WAITING,),
     "evaluation": (EVALUATION,),
     "checkpoints": (SAVING,),
@@ -81,14 +80,14 @@ class Account:
     def end_step(self, step: int) -> None:
         """`step` updates are completed."""
         self.step = step
-        self._recent.append(time.monotonic() - self._step_began)
+        self.enter(BOUNDARY)
+        self._recent.append(self._since - self._step_began)
         self._num_steps += 1
         # At 1, 2, 4, 8, 16 steps and then every 32.
         if self._num_steps % _RECENT == 0 or (
             self._num_steps < _RECENT and not self._num_steps & (self._num_steps - 1)
         ):
             self.median_s = sorted(self._recent)[len(self._recent) // 2]
-        self.enter(BOUNDARY)
 
     def busy_s(self) -> float:
         """Seconds in steps so far."""

@@ -19,6 +19,8 @@ def at_boundary(job: Job) -> bool:
     """Do what is due after the last update. Called by all ranks. Returns False if the run is to stop instead: then
     nothing was done, and all of it is still due."""
     state, config = job.state, job.config
+    if state.batch < job.quiet_until and not job.agreed.save:
+        return True
     was_applied = state.skipped_in_a_row == 0
     ends_epoch = state.batch_in_epoch == job.order.batches_per_epoch
     ends = job.is_at_end()
@@ -43,6 +45,7 @@ def at_boundary(job: Job) -> bool:
     if saves or is_best:
         save(job, is_best=is_best)
         job.clock.last_save = time.monotonic()
+    job.quiet_until = state.batch + steps_until_due(job)
     return True
 
 

@@ -25,7 +25,7 @@ from trainer.guard import Guard
 from trainer.job import Job
 from trainer.losses import LOSSES
 from trainer.metrics import LossWindow
-from trainer.models import build_model, rank_bound_layers
+from trainer.models import build_model, may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
 from trainer.optim import Ema, build_optimizer
 from trainer.runtime import RunContext, check_sync_batchnorm
@@ -78,6 +78,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         order=_order(config, context, batch, len(data.train), device if residency == "device" else torch.device("cpu")),
         preprocess=preprocess,
         image_shape=shape,
+        may_draw=may_draw(model),
         channels_last=channels_last,
         why_layout=why_layout,
         is_compiled=run.plan.compiles,

@@ -79,6 +79,8 @@ class Job:
     order: Order
     preprocess: Preprocess
     image_shape: tuple[int, int, int]
+    may_draw: bool
+    """Whether the network may draw random numbers by itself."""
     channels_last: bool
     """The memory format of images and weights."""
     why_layout: str
@@ -102,6 +104,8 @@ class Job:
     """To be injected; None where there are none."""
     state: TrainState = field(default_factory=TrainState)
     clock: Clock = field(default_factory=Clock)
+    quiet_until: int = 0
+    """At boundaries before this many batches nothing is due."""
     pending: Pending | None = None
     last_gradient: list[RemovableHandle] = field(default_factory=list)
     """The hook that tells the account when this rank has computed all its gradients."""

@@ -1,12 +1,13 @@
 """The training loop: one step, and stopping. Reads top to bottom; what is due between steps is in boundary.py."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from configs.beat import BACKWARD, BOUNDARY, FORWARD, UPDATE, WAITING
+from configs.beat import BOUNDARY, COMPUTE, UPDATE, WAITING
 from configs.errors import ConfigError
 from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values, with_loss
 from trainer.boundary import at_boundary
@@ -22,7 +23,7 @@ from trainer.snapshot import save
 
 def train(job: Job) -> bool:
     """Train to the end, or to a stop that all ranks agreed on. Returns whether the run is finished."""
-    state = job.state
+    state, job.quiet_until = job.state, 0
     if state.boundary_pending and not at_boundary(job):
         return stop_here(job)
     if job.signals is not None and not job.is_finished():
@@ -56,7 +57,7 @@ def take_step(job: Job, batches: Iterator[tuple[RankBatch, Pieces]]) -> None:
     if number_of(job, batch) in job.state.passed_over:
         pass_over(job, batch)
         return
-    job.account.enter(FORWARD)
+    job.account.enter(COMPUTE)
     if job.faults is not None:
         pieces = job.faults.strike(job.state.step + (job.pending is not None), pieces)
     if job.samples is not None:
@@ -75,15 +76,15 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
     job.guard.remember()
     for index, (images, labels) in enumerate(pieces):
         if index:
-            job.account.enter(FORWARD)
+            job.account.enter(COMPUTE)
         if job.shards is not None:
             job.shards.begin(batch, index)
-        context.seed_dropout(job.config.seed, batch_number, *batch.parts[index])
+        if job.may_draw:
+            context.seed_dropout(job.config.seed, batch_number, *batch.parts[index])
         is_last = index == len(pieces) - 1
         with context.no_sync(job.module, when=not is_last):
             piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
             loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
-            job.account.enter(BACKWARD)
             if signals is None or not is_last:
                 piece_loss.backward(factor)
             else:
@@ -134,7 +135,13 @@ def reduce_shards(job: Job, batch: RankBatch, own_loss: Tensor | None, factor: T
 def has_finite_gradients(job: Job) -> bool:
     """Of all ranks, whose gradients are equal by now. With fp16 the scaler asks, and overflows are its business."""
     gradients = gradients_to_check(job)
-    return not gradients or not bool(job.guard.not_finite(gradients))
+    # A finite sum has finite terms only, and is had in half the time; that of large ones may overflow.
+    total = 0.0
+    for gradient in gradients:
+        total += gradient.sum().item()
+    if math.isfinite(total):
+        return True
+    return not bool(job.guard.not_finite(gradients))
 
 
 def gradients_to_check(job: Job) -> list[Tensor]:
@@ -170,7 +177,7 @@ def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
     context = job.context
     ranks = context.world_size if job.shards is None else 1  # shards are summed
     weight = 0.0 if batch.is_dummy else ranks / batch.size
-    factor = torch.full((), weight, dtype=context.dtype, device=context.device)
+    factor = context.scalar(weight)
     return factor if context.scaler is None else context.scaler.scale(factor)
 
 

@@ -124,6 +124,11 @@ class SmallResNet(nn.Module):
 BUILT_IN: dict[str, type[nn.Module]] = {"mlp": MLP, "mnist_cnn": MnistCNN, "small_resnet": SmallResNet}
 
 
+def may_draw(model: nn.Module) -> bool:
+    """Whether it may draw random numbers, by functions too: only of the built-in ones it is known that they do not."""
+    return type(model) not in BUILT_IN.values()
+
+
 def build_model(
     config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int], seed: int, dtype: torch.dtype
 ) -> nn.Module:

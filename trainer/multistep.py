@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from configs.beat import FORWARD, UPDATE
+from configs.beat import COMPUTE, UPDATE
 from configs.derive import lr_at
 from configs.errors import ConfigError
 from trainer.boundary import steps_until_due
@@ -57,7 +57,7 @@ class MultiStep:
         ids = torch.cat([batch.pieces[0] for batch in batches])
         assert isinstance(job.source, ResidentSource)
         images, labels = job.source.gather(ids)
-        job.account.enter(FORWARD)
+        job.account.enter(COMPUTE)
         images = job.preprocess.for_training(images, batches[0].epoch, ids).unflatten(0, (self.count, -1))
         labels = labels.unflatten(0, (self.count, -1))
         self._note(job, batches, images, labels)

@@ -11,6 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from configs.contract import WorkerPlan
 from configs.derive import plan_batches, resolve_precision
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.schema import RunConfig
-from trainer.data.order import key_of
+from trainer.data.order import extend_key, key_of
 from trainer.deterministic import ask_for_deterministic_kernels
 from trainer.peers import PeerError
 
@@ -31,6 +32,12 @@ T = TypeVar("T")
 _NOTHING = contextlib.nullcontext()
 _PATIENCE_S = 3600.0
 """How long the ranks wait for one that loads or saves, which may take longer than any step."""
+
+
+@lru_cache(maxsize=256)
+def _prefix(seed: int, micro_batch: int, part: int) -> int:
+    """The part of a key that is the same for all batches: hashing it takes 10 us each time, beside a tensor's work."""
+    return key_of(seed, micro_batch, part)
 
 
 class RunContext:
@@ -53,6 +60,7 @@ class RunContext:
             ask_for_deterministic_kernels(compiles=plan.compiles)
         self.precision = resolve_precision(plan.config, plan.device, has_amx=has_amx())
         self.dtype = getattr(torch, plan.config.dtype)
+        self._scalars: dict[float, Tensor] = {}
         self._timeout = datetime.timedelta(seconds=plan.config.launch.collective_timeout_s)
         self._patient: Any = None  # a group; torch types it as a number, too
         if self.world_size > 1:
@@ -95,10 +103,16 @@ class RunContext:
         context: contextlib.AbstractContextManager[None] = self._accelerator.no_sync(model)
         return context
 
+    def scalar(self, value: float) -> Tensor:
+        """`value` in the training's dtype on the device; made once, not to be changed."""
+        if value not in self._scalars:
+            self._scalars[value] = torch.full((), value, dtype=self.dtype, device=self.device)
+        return self._scalars[value]
+
     def seed_dropout(self, seed: int, batch: int, part: int, micro_batch: int) -> None:
         """Key what a model draws by itself. By the rank (or virtual shard) `part` too: it cannot be keyed by sample,
         so another world size differs."""
-        key = key_of(seed, batch, micro_batch, part) % (1 << 63)
+        key = extend_key(_prefix(seed, micro_batch, part), batch) % (1 << 63)
         torch.default_generator.manual_seed(key)
         if self.device.type == "cuda":
             torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(key)

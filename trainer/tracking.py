@@ -41,8 +41,11 @@ class Tracker:
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """In TensorBoard only: what result.json holds too needs no line, which an end that is killed would double."""
-        for name, value in metrics.items():
-            self._events().add_scalar(name, value, step)
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        # One event with all values: add_scalar makes one for each, through a queue and a hash in Python.
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._events().file_writer.add_summary(Summary(value=values), step)
 
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None:
         """Settings with the final metrics, in this run: SummaryWriter.add_hparams would open a second one."""

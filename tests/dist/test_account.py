@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.beat import EVALUATION, FINISHING, FORWARD, STARTING, read_beat
+from configs.beat import COMPUTE, EVALUATION, FINISHING, STARTING, read_beat
 from tests.dist.harness import Attempt, finished, run, tiny_config
 
 KINDS = ("startup", "data", "compute", "waiting", "evaluation", "checkpoints", "other", "restarts")
@@ -60,7 +60,7 @@ def test_attempts_that_were_killed_cost_restarts_and_replayed_steps(tmp_path: Pa
         assert killed.statuses == [-signal.SIGKILL]
         beat = read_beat(killed.attempt.beat(0))
         assert beat is not None
-        assert (beat.phase, beat.step, beat.first_step) == (FORWARD, first + int(call), first)
+        assert (beat.phase, beat.step, beat.first_step) == (COMPUTE, first + int(call), first)
     time = time_of(finished(tmp_path, config))
     assert time["replayed_steps"] == (7 - 6) + (10 - 9)
     assert time["restarts_s"] > 0
@@ -91,7 +91,7 @@ def test_a_beat_says_what_the_rank_is_doing(tmp_path: Path, mode: str) -> None:
         batches = {"sharded": [3, 2], "rank0": [5, 0]}[mode][rank]
         assert [(phase, step) for phase, step, _ in noted] == [
             (STARTING, 0),
-            *((FORWARD, step) for step in range(8)),
+            *((COMPUTE, step) for step in range(8)),
             *[(EVALUATION, 8)] * batches,
         ]
         assert len({time for _, _, time in noted}) == len(noted)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.beat import BACKWARD, DATA, EVALUATION, FORWARD, LAYOUT, SAVING, STARTING, UPDATE, WAITING, Beat, read_beat
+from configs.beat import COMPUTE, DATA, EVALUATION, LAYOUT, SAVING, STARTING, UPDATE, WAITING, Beat, read_beat
 from configs.run_dir import AttemptDir, RunDir
 from trainer import account
 from trainer.account import (
@@ -51,7 +51,7 @@ def test_every_second_is_in_one_kind(clock: Clock) -> None:
     for step in range(3):
         own.begin_step()
         clock.now += 1
-        for phase, seconds in ((FORWARD, 2.0), (BACKWARD, 3.0), (WAITING, 4.0), (UPDATE, 5.0)):
+        for phase, seconds in ((COMPUTE, 2.0), (COMPUTE, 3.0), (WAITING, 4.0), (UPDATE, 5.0)):
             spend(clock, own, phase, seconds)
         own.end_step(step + 1)
         clock.now += 0.5
@@ -137,16 +137,16 @@ def test_a_run_whose_attempts_were_deleted_has_no_negative_time() -> None:
     ],
 )
 def test_replayed_steps(attempts: list[tuple[int, int]], first_step: int, replayed: int) -> None:
-    beats = [Beat(FORWARD, step, 1.0, 0.1, first, 1.0) for first, step in attempts]
+    beats = [Beat(COMPUTE, step, 1.0, 0.1, first, 1.0) for first, step in attempts]
     assert replayed_steps(beats, first_step) == replayed
 
 
 def test_earlier_attempts_are_read_from_the_run_folder(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for label, fields in {
-        "002": (FORWARD, 11, 230.0, 0.1, 6, 200.0),
-        "001-node1": (FORWARD, 7, 120.0, 0.1, 0, 100.0),  # torchrun gave rank 0 to node 1
-        "003": (FORWARD, 99, 999.0, 0.1, 9, 300.0),  # the current one
+        "002": (COMPUTE, 11, 230.0, 0.1, 6, 200.0),
+        "001-node1": (COMPUTE, 7, 120.0, 0.1, 0, 100.0),  # torchrun gave rank 0 to node 1
+        "003": (COMPUTE, 99, 999.0, 0.1, 9, 300.0),  # the current one
         "eval-001": (EVALUATION, 0, 500.0, 0.0, -1, 1.0),
     }.items():
         run.attempt(label).path.mkdir(parents=True)

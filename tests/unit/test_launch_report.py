@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from configs.beat import FORWARD, LAYOUT
+from configs.beat import COMPUTE, LAYOUT
 from configs.contract import Outcome, WorkerPlan
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
@@ -245,7 +245,7 @@ def test_signal_words() -> None:
 
 def beat(plan: LaunchPlan, rank: int, step: int, first_step: int = 0) -> None:
     """The last that was heard of a rank."""
-    plan.attempt.beat(rank).write_bytes(LAYOUT.pack(FORWARD, step, 9.0, 0.0, first_step, 1.0))
+    plan.attempt.beat(rank).write_bytes(LAYOUT.pack(COMPUTE, step, 9.0, 0.0, first_step, 1.0))
 
 
 def test_a_failure_is_handed_on_to_be_judged(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ RANK = (
 import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 """
     + """
-from configs.beat import FORWARD, LAYOUT, WAITING, open_beat
+from configs.beat import COMPUTE, LAYOUT, WAITING, open_beat
 import faulthandler, json, os, signal, sys, time
 from pathlib import Path
 attempt, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
@@ -47,7 +47,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
 faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
 beat = open_beat(attempt / f"beat-rank{rank}")
-phase = FORWARD if what in ("hang", "halt") else WAITING
+phase = COMPUTE if what in ("hang", "halt") else WAITING
 LAYOUT.pack_into(beat, 0, phase, 7, time.time(), 0.01, 0, time.time())
 def stuck():
     while True:

@@ -10,12 +10,11 @@ import pytest
 
 from configs import beat
 from configs.beat import (
-    BACKWARD,
     BOUNDARY,
+    COMPUTE,
     DATA,
     EVALUATION,
     FINISHING,
-    FORWARD,
     LAYOUT,
     SAVING,
     STARTING,
@@ -48,13 +47,13 @@ def sight(phase: int, step: int = 7, idle_s: float = 61.0, *, stopped: bool = Fa
 @pytest.mark.parametrize(
     ("seen", "timeout_s", "limit"),
     [
-        (at(FORWARD, median_s=0.2), None, 60.0),
-        (at(FORWARD, median_s=5.0), None, 100.0),
+        (at(COMPUTE, median_s=0.2), None, 60.0),
+        (at(COMPUTE, median_s=5.0), None, 100.0),
         (at(DATA, median_s=5.0), 10.0, 10.0),
         (at(WAITING), 10.0, 10.0),
         (at(UPDATE), 10.0, 10.0),
-        (at(FORWARD, median_s=0.0), None, 600.0),  # the first step of an attempt: it may compile
-        (at(BACKWARD, median_s=0.0), 10.0, 100.0),
+        (at(COMPUTE, median_s=0.0), None, 600.0),  # the first step of an attempt: it may compile
+        (at(COMPUTE, median_s=0.0), 10.0, 100.0),
         (at(STARTING, median_s=0.0), 10.0, 100.0),
         (at(EVALUATION, median_s=0.2), None, 600.0),
         (at(SAVING, median_s=5.0), None, 1000.0),
@@ -69,12 +68,12 @@ def test_limits(seen: Beat, timeout_s: float | None, limit: float) -> None:
 @pytest.mark.parametrize(
     ("sights", "last"),
     [
-        ({0: sight(WAITING), 1: sight(FORWARD)}, [1]),
+        ({0: sight(WAITING), 1: sight(COMPUTE)}, [1]),
         ({0: sight(DATA, 8), 1: sight(WAITING, 7)}, [1]),
         ({0: sight(EVALUATION, 8), 1: sight(UPDATE, 7)}, [1]),
         ({0: sight(EVALUATION, 8), 1: sight(DATA, 8), 2: sight(SAVING, 8)}, [0]),
         ({0: sight(WAITING), 1: sight(WAITING)}, [0, 1]),
-        ({0: sight(STARTING, 0), 1: sight(FORWARD, 0)}, [0]),
+        ({0: sight(STARTING, 0), 1: sight(COMPUTE, 0)}, [0]),
     ],
 )
 def test_the_last_ranks_have_the_least_progress(sights: Mapping[int, Sight], last: list[int]) -> None:
@@ -85,9 +84,9 @@ def test_the_last_ranks_have_the_least_progress(sights: Mapping[int, Sight], las
     ("sights", "hung"),
     [
         ({}, False),
-        ({0: sight(FORWARD, idle_s=59)}, False),
-        ({0: sight(FORWARD, idle_s=61)}, True),
-        ({0: sight(WAITING, idle_s=61), 1: sight(FORWARD, idle_s=61)}, True),
+        ({0: sight(COMPUTE, idle_s=59)}, False),
+        ({0: sight(COMPUTE, idle_s=61)}, True),
+        ({0: sight(WAITING, idle_s=61), 1: sight(COMPUTE, idle_s=61)}, True),
         # The others have waited for long, and the last one gets on.
         ({0: sight(WAITING, idle_s=100), 1: sight(DATA, idle_s=1)}, False),
         ({0: sight(DATA, 8, idle_s=100), 1: sight(EVALUATION, 8, idle_s=100)}, False),
@@ -95,7 +94,7 @@ def test_the_last_ranks_have_the_least_progress(sights: Mapping[int, Sight], las
         ({0: sight(EVALUATION, idle_s=1), 1: sight(EVALUATION, idle_s=601)}, False),
         ({0: sight(EVALUATION, idle_s=601), 1: sight(EVALUATION, idle_s=601)}, True),
         ({0: sight(SAVING, idle_s=599), 1: sight(SAVING, idle_s=599)}, False),
-        ({0: sight(FORWARD, idle_s=599, median_s=0.0)}, False),
+        ({0: sight(COMPUTE, idle_s=599, median_s=0.0)}, False),
     ],
 )
 def test_hung_is_who_does_not_get_on(sights: Mapping[int, Sight], hung: bool) -> None:
@@ -113,22 +112,22 @@ def told(sights: Mapping[int, Sight], of: Mapping[int, Stack], world_size: int |
 
 
 def test_three_ways_not_to_arrive_are_three_sentences() -> None:
-    assert told({0: sight(WAITING), 1: sight(FORWARD)}, {0: OWN, 1: OWN}) == (
+    assert told({0: sight(WAITING), 1: sight(COMPUTE)}, {0: OWN, 1: OWN}) == (
         "rank 1 of 2 hangs at step 7: in toys.py:31 forward (waited 61 s, launch.hang_timeout_s)"
     )
-    assert told({0: sight(WAITING), 1: sight(FORWARD, stopped=True)}, {0: OWN}) == (
+    assert told({0: sight(WAITING), 1: sight(COMPUTE, stopped=True)}, {0: OWN}) == (
         "rank 1 was stopped (SIGSTOP) at step 7; the others waited 61 s for it; "
         "continue a stopped process with kill -CONT"
     )
-    assert told({0: sight(WAITING), 1: sight(FORWARD)}, {0: OWN, 1: GLOO}) == (
+    assert told({0: sight(WAITING), 1: sight(COMPUTE)}, {0: OWN, 1: GLOO}) == (
         "the ranks wait for each other: rank 1 at step 7 in toys.py:31 forward, "
         "rank 0 at step 7 with its own gradients computed (waited 61 s, launch.hang_timeout_s)"
     )
 
 
 def test_one_process_waits_for_nobody() -> None:
-    assert told({0: sight(FORWARD)}, {0: GLOO}).startswith("rank 0 of 1 hangs at step 7: in toys.py:31 forward")
-    assert told({0: sight(FORWARD, stopped=True)}, {}).startswith("rank 0 was stopped (SIGSTOP) at step 7; for 61 s;")
+    assert told({0: sight(COMPUTE)}, {0: GLOO}).startswith("rank 0 of 1 hangs at step 7: in toys.py:31 forward")
+    assert told({0: sight(COMPUTE, stopped=True)}, {}).startswith("rank 0 was stopped (SIGSTOP) at step 7; for 61 s;")
 
 
 def test_ranks_in_one_phase_are_told_apart_by_their_stacks() -> None:
@@ -139,7 +138,7 @@ def test_ranks_in_one_phase_are_told_apart_by_their_stacks() -> None:
     )
     evaluation = {rank: sight(EVALUATION, 8, 601) for rank in range(2)}
     assert told(evaluation, {0: OWN, 1: GLOO}).startswith("rank 0 of 2 hangs in the evaluation after step 8: ")
-    waiting_for_gpu = {0: sight(UPDATE, 8), 1: sight(FORWARD, 8)}
+    waiting_for_gpu = {0: sight(UPDATE, 8), 1: sight(COMPUTE, 8)}
     assert told(waiting_for_gpu, {0: CUDA, 1: CUDA}).startswith("the ranks wait for each other: rank 1 ")
 
 
@@ -156,13 +155,13 @@ def test_a_node_whose_ranks_all_wait_says_so() -> None:
 @pytest.mark.parametrize(
     ("sights", "note"),
     [
-        ({0: sight(WAITING, 8, 12), 1: sight(FORWARD, 8, 12)}, "note: rank 1 is slow: its step 8 has taken 12 s, "),
-        ({0: sight(WAITING, 8, 12), 1: sight(FORWARD, 8, 9)}, None),
-        ({0: sight(WAITING, 8, 12), 1: sight(FORWARD, 8, 12, median_s=2.0)}, None),
-        ({0: sight(WAITING, 8, 12), 1: sight(FORWARD, 8, 12, median_s=0.0)}, None),
+        ({0: sight(WAITING, 8, 12), 1: sight(COMPUTE, 8, 12)}, "note: rank 1 is slow: its step 8 has taken 12 s, "),
+        ({0: sight(WAITING, 8, 12), 1: sight(COMPUTE, 8, 9)}, None),
+        ({0: sight(WAITING, 8, 12), 1: sight(COMPUTE, 8, 12, median_s=2.0)}, None),
+        ({0: sight(WAITING, 8, 12), 1: sight(COMPUTE, 8, 12, median_s=0.0)}, None),
         ({0: sight(WAITING, 8, 12), 1: sight(WAITING, 8, 12)}, None),
         ({0: sight(EVALUATION, 8, 99, step_s=0.0), 1: sight(EVALUATION, 8, 99, step_s=0.0)}, None),
-        ({0: sight(WAITING, 8, 12), 1: sight(FORWARD, 8, 12, stopped=True)}, "note: rank 1 was stopped (SIGSTOP) in "),
+        ({0: sight(WAITING, 8, 12), 1: sight(COMPUTE, 8, 12, stopped=True)}, "note: rank 1 was stopped (SIGSTOP) in "),
     ],
 )
 def test_a_note_on_who_is_slow(sights: Mapping[int, Sight], note: str | None) -> None:
@@ -172,11 +171,11 @@ def test_a_note_on_who_is_slow(sights: Mapping[int, Sight], note: str | None) ->
 
 
 def test_the_whole_note() -> None:
-    waits = {0: sight(WAITING, 8, 12), 1: sight(FORWARD, 8, 12)}
+    waits = {0: sight(WAITING, 8, 12), 1: sight(COMPUTE, 8, 12)}
     slow = "note: rank 1 is slow: its step 8 has taken 12 s, the median is 0.2 s"
     assert note_on_slow(waits, {}, 2) == f"{slow}; the others wait for it"
     assert note_on_slow({1: waits[1]}, {}, 1) == slow
-    stopped = {1: sight(FORWARD, 8, 12, stopped=True)}
+    stopped = {1: sight(COMPUTE, 8, 12, stopped=True)}
     assert (note_on_slow(stopped, {1: 4243}, 2) or "").endswith("continue it with: kill -CONT 4243")
 
 
@@ -238,7 +237,7 @@ def test_where_memory_cannot_be_shared_nobody_watches(tmp_path: Path, monkeypatc
         return real(fileno, length)
 
     monkeypatch.setattr(beat.mmap, "mmap", refuses)
-    LAYOUT.pack_into(open_beat(tmp_path / "beat-rank0"), 0, *at(FORWARD))
+    LAYOUT.pack_into(open_beat(tmp_path / "beat-rank0"), 0, *at(COMPUTE))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -290,28 +289,28 @@ def test_a_rank_is_idle_since_its_last_beat_and_in_a_step_since_its_data(beating
     beating.write(DATA, 8)
     assert (beating.after(0).idle_s, beating.after(0).step_s) == (0, 0)
     assert beating.after(5).step_s == 5
-    beating.write(FORWARD, 8)
-    assert beating.after(0) == Sight(at(FORWARD, 8)._replace(time=1e9 + 3), 0, 5)
-    beating.write(FORWARD, 9)
+    beating.write(COMPUTE, 8)
+    assert beating.after(0) == Sight(at(COMPUTE, 8)._replace(time=1e9 + 3), 0, 5)
+    beating.write(COMPUTE, 9)
     assert beating.after(0).step_s == 0
 
 
 def test_time_in_which_the_launcher_itself_stood_still_does_not_count(beating: Beating) -> None:
     """A laptop that slept, a container that was paused, a Ctrl-Z for all."""
-    beating.write(FORWARD, 8)
+    beating.write(COMPUTE, 8)
     beating.after(0)
     beating.clock.now += 100_000
     assert beating.after(0).idle_s <= 1
 
 
 def test_a_rank_that_has_ended_is_not_watched(beating: Beating) -> None:
-    beating.write(FORWARD, 8)
+    beating.write(COMPUTE, 8)
     beating.attempt.outcome(0).write_text("{}")
     assert beating.watch.look({0: beating.process}) == {}
 
 
 def test_a_note_comes_once_a_minute(beating: Beating) -> None:
-    beating.write(FORWARD, 8)
+    beating.write(COMPUTE, 8)
     notes = 0
     for _ in range(130):
         beating.after(1)
@@ -328,7 +327,7 @@ def test_a_hang_has_the_flight_recorder_dump(tmp_path: Path, monkeypatch: pytest
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     gone = Process(2**22 + 1, "never")  # no pid is that large: nobody is signalled
-    ranks, sights = {0: gone, 1: gone}, {0: sight(WAITING), 1: sight(FORWARD)}
+    ranks, sights = {0: gone, 1: gone}, {0: sight(WAITING), 1: sight(COMPUTE)}
     assert collect_stacks(attempt, ranks, sights, str(tmp_path / "nccl-")) == {}  # rank 0 has no pipe
     assert os.read(reading, 9)
     os.close(reading)

@@ -8,7 +8,7 @@ from torch import nn
 from configs.errors import ConfigError
 from configs.sections import ModelConfig
 from configs.values import BUILT_IN_MODELS
-from trainer.models import BUILT_IN, build_model, random_layers
+from trainer.models import BUILT_IN, build_model, may_draw, random_layers
 
 SHAPE = (1, 28, 28)
 
@@ -153,3 +153,16 @@ def test_parameters_are_blocks_of_memory() -> None:
     assert model.get_parameter("columns").stride() == (10, 1)
     assert model.get_parameter("transposed").stride() == (1, 3)
     assert all(torch.equal(p, unchanged.get_parameter(name)) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_networks_draw_nothing(name: str) -> None:
+    model, images = build(name).train(), torch.rand(4, 1, 28, 28)
+    assert not may_draw(model)
+    before = torch.random.get_rng_state()
+    model(images).sum().backward()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_any_other_network_may_draw() -> None:
+    assert may_draw(nn.Linear(1, 1))

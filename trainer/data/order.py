@@ -35,8 +35,13 @@ def key_of(*parts: int) -> int:
     """Fold integers such as (seed, epoch) into one unsigned 64-bit key."""
     key = 0
     for part in parts:
-        key = _mix((key + _GAMMA + part) & _MASK)
+        key = extend_key(key, part)
     return key
+
+
+def extend_key(key: int, part: int) -> int:
+    """key_of(*parts, part), where `key` is key_of(*parts)."""
+    return _mix((key + _GAMMA + part) & _MASK)
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
