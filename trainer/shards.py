@@ -32,12 +32,12 @@ class Shards:
         """The ranks' summed signals after reduce()."""
         self._size = sum(parameter.numel() for parameter in self._parameters) + 1 + len(self.signals)
         """Elements of a buffer: gradients, loss, signals."""
-        self._pairs = context.pair_groups()
+        self._buffers = Buffers(model, context, say)
+        self._pairs = context.pair_groups()  # collective: once all ranks know that nothing is refused
         self._free: list[Tensor] = []
         self._tree: list[tuple[int, Tensor]] = []
         """(level, sum of 2**level neighbours), the larger ones first, as the bits of a binary counter."""
         self._done = 0
-        self._buffers = Buffers(model, context, say)
 
     def begin(self, batch: RankBatch, index: int) -> None:
         """Before the forward pass of micro-batch `index`: the gradients are to go to the buffer of its shard."""
