@@ -114,6 +114,12 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if self.init_from is not None and self.model.weights is not None:
+            raise ValueError("init_from and model.weights are two things to start from; give one")
+        return self
+
+    @model_validator(mode="after")
     def _one_batchnorm(self) -> Self:
         if self.virtual_shards and self.sync_batchnorm:
             raise ValueError("virtual_shards and sync_batchnorm are two ways to one BatchNorm; give one")

@@ -4,7 +4,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.values import Count, CountOrZero, Fraction, NonNegative, PerChannel, Positive, Section, model_name, whole
+from configs.values import (
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    PerChannel,
+    Positive,
+    Section,
+    as_tuple,
+    model_name,
+    weights_name,
+    whole,
+)
 
 
 class ModelConfig(Section):
@@ -12,9 +24,23 @@ class ModelConfig(Section):
 
     name: Annotated[str, AfterValidator(model_name)] = Field(
         default="mnist_cnn",
-        description="mlp, mnist_cnn, small_resnet, torchvision/NAME, or module:callable (num_classes: int, **args)",
+        description="mlp, mnist_cnn, small_resnet, a network of torchvision's such as resnet50, timm/NAME, or "
+        "module:callable (num_classes: int, **args)",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
+    weights: Annotated[str | None, BeforeValidator(weights_name)] = Field(
+        default=None,
+        description="what to start from: none; default, the library's own; one of torchvision's by name, such as "
+        "IMAGENET1K_V1; or a file (.safetensors, .pth) or run folder. Head and input are fitted to the data",
+    )
+    freeze: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
+        default=(),
+        description="parameters that are not trained, by patterns of their names, of which the last that fits counts; "
+        '! takes back: ["*", "!fc.*"]',
+    )
+    checkpointing: bool = Field(
+        default=False, description="compute the blocks' activations again in the backward pass, to save memory"
+    )
 
 
 class LossConfig(Section):

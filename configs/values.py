@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
+from configs.known_models import BUILT_IN_MODELS, TORCHVISION_MODELS
 
 FP32_SPELLINGS = ("no", "off", "false", "fp32", "none")
-BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet")
 
 
 def whole(value: Any) -> Any:
@@ -40,22 +40,38 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _known_or_own(name: str, known: Iterable[str], also: str) -> str:
-    """A built-in name, or `module:callable` of the user's own."""
+def _is_own(name: str) -> bool:
+    """Whether it is `module:callable` of the user's own."""
     module, _, attribute = name.partition(":")
-    if name in known or (module and attribute):
-        return name
-    raise ValueError(f"'{name}' is unknown (expected one of {', '.join(known)}, {also}){did_you_mean(name, known)}")
+    return bool(module and attribute)
 
 
 def data_name(name: str) -> str:
-    return _known_or_own(name, (*KNOWN_DATA, IMAGE_FOLDER), "or module:callable")
+    known = (*KNOWN_DATA, IMAGE_FOLDER)
+    if name in known or _is_own(name):
+        return name
+    raise ValueError(
+        f"'{name}' is unknown (expected one of {', '.join(known)}, or module:callable){did_you_mean(name, known)}"
+    )
 
 
 def model_name(name: str) -> str:
-    if name.startswith("torchvision/"):
+    known = (*BUILT_IN_MODELS, *TORCHVISION_MODELS)
+    if name in known or name.startswith(("torchvision/", "timm/")) or _is_own(name):
         return name
-    return _known_or_own(name, BUILT_IN_MODELS, "torchvision/NAME or module:callable")
+    raise ValueError(
+        f"'{name}' is unknown (expected one of {', '.join(BUILT_IN_MODELS)}, a network of torchvision's, timm/NAME or "
+        f"module:callable){did_you_mean(name, known)}"
+    )
+
+
+def weights_name(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+def is_published(weights: str) -> bool:
+    """Whether `weights` names what a library publishes, such as IMAGENET1K_V2, and not a file."""
+    return weights == "default" or (weights.replace("_", "").isalnum() and weights.isupper())
 
 
 Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from configs.derive import counted
-from configs.errors import EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
 from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
+from configs.run_dir import RunDir
 from configs.schema import RunConfig
+from configs.values import is_published
 from launch.backends import Rendezvous
 from launch.plan import LaunchPlan, num_loaders
 from launch.processes import dies_with_parent
@@ -69,6 +71,19 @@ def data_missing(config: RunConfig, cwd: Path) -> bool:
     if known is None:
         return False
     return not known.is_complete(cwd / config.data.root)
+
+
+def weights_wanted(config: RunConfig, run: RunDir) -> bool:
+    """Whether weights that a library publishes are to be had: they are what a run without a checkpoint starts from."""
+    weights = config.model.weights
+    return weights is not None and is_published(weights) and not any(run.checkpoints.glob("step_*"))
+
+
+def check_weights(config: RunConfig, cwd: Path) -> None:
+    """Raise ConfigError where the file of weights is not there."""
+    weights = config.model.weights
+    if weights is not None and not is_published(weights) and not (cwd / weights).exists():
+        raise ConfigError(f"model.weights: there is no {cwd / weights}; give a file, a run folder, default or none")
 
 
 def check_folders(config: RunConfig, cwd: Path) -> None:

@@ -73,6 +73,7 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
     preflight.check_folders(job.plan.config, options.cwd)
+    preflight.check_weights(job.plan.config, options.cwd)
     preflight.check_open_files(job.plan)
     run = RunDir(options.cwd / run.path)
     attempt = run_folder.make_attempt(run, prefix="eval-")
@@ -231,7 +232,7 @@ def _attempt(
             (attempt.path / name).write_text(text, encoding="utf-8")
         _save(plan)
         _announce(plan, run, options.endpoint, is_first=is_first)
-        if is_first and preflight.data_missing(plan.config, plan.cwd):
+        if is_first and (preflight.data_missing(plan.config, plan.cwd) or preflight.weights_wanted(plan.config, run)):
             code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
             if code != EXIT_DONE:
                 return plan, Verdict(code, [])

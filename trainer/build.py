@@ -21,6 +21,7 @@ from trainer.data.order import Order
 from trainer.data.source import Source, build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
+from trainer.frozen import freeze, recompute_blocks
 from trainer.guard import Guard
 from trainer.job import Job
 from trainer.losses import LOSSES
@@ -28,6 +29,7 @@ from trainer.metrics import LossWindow
 from trainer.models import build_model, may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
 from trainer.optim import Ema, build_optimizer
+from trainer.pretrained import load_pretrained, published_stats
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.saving import Saver
 from trainer.shards import Shards
@@ -48,7 +50,11 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     shape = image_shape(data)
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
     check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
-    model, channels_last, why_layout = context.together(lambda: _model(run, context, data, shape))
+    model, said = context.together(lambda: _network(run, context, data, shape))
+    channels_last, why_layout = choose_channels_last(config, model, context.precision)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    model = model.to(context.device)
     run.account.beat()
     splits = _splits(run, context, data)
     workers = run.plan.num_workers
@@ -57,7 +63,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     source, eval_source = (
         build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop) for split in splits
     )
-    preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
+    mean, std = published_stats(config.model) or (None, None) if data.mean is None else (data.mean, data.std)
+    preprocess = Preprocess(config.data.augment, config.seed, mean, std, context.dtype, device)
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
     if config.virtual_shards:
@@ -98,7 +105,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     if config.steps_per_execution > 1:
         check_multistep(job)
-    return job, [*summary.plan_screen(job, run.plan, batch, reason), *data.notes, *notes]
+    return job, [*summary.plan_screen(job, run.plan, batch, reason), *said, *data.notes, *notes]
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
@@ -174,19 +181,23 @@ def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
     return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
 
 
-def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> tuple[nn.Module, bool, str]:
-    """The network where it is to be trained, whether it lies in channels_last, and why."""
-    config = run.plan.config
+def _network(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> tuple[nn.Module, list[str]]:
+    """The network with its first weights, on the CPU, and what to say of it."""
+    config, said = run.plan.config, list[str]()
     model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
+    if not checkpoint.step_folders(run.run_dir.checkpoints):
+        if config.init_from is not None:
+            resume.load_weights(model, config.init_from)
+        if config.model.weights is not None:
+            said.append(load_pretrained(model, config.model, data.num_classes))
+    if config.model.freeze:
+        said.append(freeze(model, config.model.freeze))
+    if config.model.checkpointing:
+        said.append(recompute_blocks(model))
     if config.sync_batchnorm and context.world_size > 1:
         check_sync_batchnorm(config, len(data.train), context)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if config.init_from is not None and not checkpoint.step_folders(run.run_dir.checkpoints):
-        resume.load_weights(model, config.init_from)
-    channels_last, why = choose_channels_last(config, model, context.precision)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    return model.to(context.device), channels_last, why
+    return model, said
 
 
 def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch: BatchPlan) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Job:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """All that get a gradient, the ranks' signals too."""
-        return list(self.module.parameters())
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def wall_s(self) -> float:
         """Seconds of the run, start-up since the job was built included, what a crash threw away not."""

@@ -1,6 +1,7 @@
 """Names to networks."""
 
 import inspect
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -8,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, EnvironmentProblem
+from configs.known_models import TORCHVISION_MODELS
 from configs.sections import ModelConfig
+from configs.values import did_you_mean
 from trainer.data.datasets import load_callable
 
 
@@ -121,6 +124,10 @@ class SmallResNet(nn.Module):
         return logits
 
 
+# Without the second heads of their training, which give a tuple; the slow first values as published.
+_WITHOUT_AUXILIARY: dict[str, dict[str, Any]] = {
+    name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")
+}
 BUILT_IN: dict[str, type[nn.Module]] = {"mlp": MLP, "mnist_cnn": MnistCNN, "small_resnet": SmallResNet}
 
 
@@ -141,7 +148,14 @@ def build_model(
         raise ConfigError(
             f"model.args do not fit {config.name}: {error}; it takes {inspect.signature(build)}"
         ) from error
-    model = build(**arguments)
+    try:
+        model = build(**arguments)
+    except TypeError as error:
+        if not _is_of_library(config.name):
+            raise
+        raise ConfigError(f"model.args do not fit {config.name}: {error}") from error
+    if torchvision_name(config.name) is not None:
+        _fit_input(model, image_shape[0])
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name: {config.name} gave a {type(model).__name__}; wanted is a torch.nn.Module")
     return _dense(model.to(dtype))
@@ -159,21 +173,61 @@ def _dense(model: nn.Module) -> nn.Module:
 def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[Any, dict[str, Any]]:
     if config.name in BUILT_IN:
         return BUILT_IN[config.name], {"num_classes": num_classes, "image_shape": image_shape} | config.args
-    if config.name.startswith("torchvision/"):
+    if (name := torchvision_name(config.name)) is not None:
         # 2 s of import, paid only by those who use it.
         from torchvision.models import get_model_builder, list_models
 
-        name = config.name.removeprefix("torchvision/")
         if name not in list_models():
-            raise ConfigError(
-                f"model.name: torchvision has no model {name!r}; it has {', '.join(list_models()[:8])}, ..."
-            )
-        return get_model_builder(name), {"num_classes": num_classes} | config.args
-    if ":" not in config.name:
-        raise ConfigError(
-            f"model.name: {config.name!r} is not one of {', '.join(BUILT_IN)}, torchvision/NAME or module:callable"
-        )
+            raise ConfigError(f"model.name: torchvision has no model {name!r}{did_you_mean(name, list_models())}")
+        return get_model_builder(name), {"num_classes": num_classes} | _WITHOUT_AUXILIARY.get(name, {}) | config.args
+    if config.name.startswith("timm/"):
+        timm, name = import_timm(), config.name.removeprefix("timm/")
+        if not timm.is_model(name):
+            raise ConfigError(f"model.name: timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
+        fixed = {"num_classes": num_classes, "in_chans": image_shape[0]}
+        return partial(timm.create_model, name), fixed | config.args
     return load_callable(config.name, "model.name"), {"num_classes": num_classes} | config.args
+
+
+def torchvision_name(name: str) -> str | None:
+    """What torchvision calls the network `name`; None for others'."""
+    return name.removeprefix("torchvision/") if name.startswith("torchvision/") or name in TORCHVISION_MODELS else None
+
+
+def _is_of_library(name: str) -> bool:
+    return torchvision_name(name) is not None or name.startswith("timm/")
+
+
+def import_timm() -> Any:
+    """timm, which is not installed with the rest. Raises EnvironmentProblem if it is missing."""
+    try:
+        import timm
+    except ModuleNotFoundError as error:
+        raise EnvironmentProblem(
+            "model.name: timm/NAME needs timm, which is not installed: make setup PIP_ARGS=timm, or pip install timm"
+        ) from error
+    return timm
+
+
+def _fit_input(model: nn.Module, channels: int) -> None:
+    """Have torchvision's network, made for three channels, take `channels`: its first convolution is another."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Conv2d):
+            if layer.in_channels != channels:
+                parent, _, own = name.rpartition(".")
+                setattr(model.get_submodule(parent), own, _for_channels(layer, channels))
+            return
+
+
+def _for_channels(layer: nn.Conv2d, channels: int) -> nn.Conv2d:
+    return nn.Conv2d(
+        channels,
+        layer.out_channels,
+        layer.kernel_size,  # type: ignore[arg-type]  # a tuple of two
+        layer.stride,  # type: ignore[arg-type]
+        layer.padding,  # type: ignore[arg-type]
+        bias=layer.bias is not None,
+    )
 
 
 def rank_bound_layers(model: nn.Module) -> list[str]:

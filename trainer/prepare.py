@@ -1,5 +1,5 @@
 """Work that must be done once, before any rank starts: `python -m trainer.prepare PLAN` unpacks or downloads the data
-set;
+set and the weights to start from;
 `python -m trainer.prepare --probe PLAN` takes a step and prints what only torch can know, as one JSON object;
 `--probe-batch` the largest micro-batch that fits in memory, `--probe-compile` whether torch.compile pays."""
 
@@ -22,6 +22,7 @@ from configs.contract import WorkerPlan
 from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem
 from configs.known_data import KNOWN_DATA, KnownData
+from configs.sections import ModelConfig
 from trainer.exits import leave, told
 
 EMBEDDED_MNIST = Path(__file__).resolve().parent.parent / "data" / "mnist"
@@ -135,6 +136,13 @@ def _use_mirror(source: Any, mirror: str) -> None:
         source.url = f"{mirror}/{source.filename}"
 
 
+def prepare_weights(config: ModelConfig) -> None:
+    """Have published weights in the library's cache."""
+    from trainer.pretrained import fetch  # torch, which unpacking MNIST does without
+
+    fetch(config)
+
+
 def probe(plan: WorkerPlan) -> dict[str, Any]:
     """Parameters, checkpoint bytes, one step's milliseconds, its FLOPs and this process's peak memory in bytes, in one
     process; the milliseconds of a step with virtual shards and without, where the run has them."""
@@ -167,6 +175,8 @@ def main(arguments: list[str]) -> int:
 
     def body() -> int:
         prepare_data(plan.config.data)
+        if plan.config.model.weights is not None:
+            prepare_weights(plan.config.model)
         if arguments[0] in probes:
             print(json.dumps(probes[arguments[0]](plan)))
         return 0

@@ -36,7 +36,7 @@ import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})
 from configs.beat import COMPUTE, LAYOUT, WAITING, open_beat
 import faulthandler, json, os, signal, sys, time
 from pathlib import Path
-attempt, rank, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+attempt, rank, what, world_size = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 log = os.open(attempt / "logs" / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 os.dup2(log, 1), os.dup2(log, 2)
 asked = []
@@ -48,11 +48,13 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
 faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
 beat = open_beat(attempt / f"beat-rank{rank}")
 phase = COMPUTE if what in ("hang", "halt") else WAITING
-LAYOUT.pack_into(beat, 0, phase, 7, time.time(), 0.01, 0, time.time())
 def stuck():
     while True:
         time.sleep(1)
 (attempt / f"pid-rank{rank}").write_text(str(os.getpid()))
+while len(list(attempt.glob("pid-rank*"))) < world_size:  # or one would be idle before another has begun
+    time.sleep(0.01)
+LAYOUT.pack_into(beat, 0, phase, 7, time.time(), 0.01, 0, time.time())
 if (attempt / "stop.json").exists():
     asked.append(json.loads((attempt / "stop.json").read_text())["signal"])
 def end(code, **outcome):
@@ -82,9 +84,10 @@ AGENT = """
 import os, subprocess, sys
 from pathlib import Path
 (Path(sys.argv[2]) / "agent").write_text(str(os.getpid()))
+script, attempt, *does = sys.argv[1:]
 ranks = [
-    subprocess.Popen([sys.executable, sys.argv[1], sys.argv[2], str(rank), what], start_new_session=True)
-    for rank, what in enumerate(sys.argv[3:])
+    subprocess.Popen([sys.executable, script, attempt, str(rank), what, str(len(does))], start_new_session=True)
+    for rank, what in enumerate(does)
 ]
 sys.exit(1 if any([rank.wait() for rank in ranks]) else 0)
 """
@@ -107,7 +110,7 @@ def plan_of(tmp_path: Path, *ranks: str, **launch: Any) -> LaunchPlan:
     (tmp_path / "agent.py").write_text(AGENT)
     command = [str(tmp_path / "agent.py"), str(tmp_path / "rank.py"), str(attempt.path), *ranks]
     if len(ranks) == 1:
-        command = [str(tmp_path / "rank.py"), str(attempt.path), "0", ranks[0]]
+        command = [str(tmp_path / "rank.py"), str(attempt.path), "0", ranks[0], "1"]
     worker = WorkerPlan(
         mode="train",
         config=RunConfig.model_validate({"max_epochs": 1, "global_batch_size": 8, "launch": launch}),

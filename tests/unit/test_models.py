@@ -6,8 +6,8 @@ import torchvision.models  # so slow that the worker imports it only where it is
 from torch import nn
 
 from configs.errors import ConfigError
+from configs.known_models import BUILT_IN_MODELS
 from configs.sections import ModelConfig
-from configs.values import BUILT_IN_MODELS
 from trainer.models import BUILT_IN, build_model, may_draw, random_layers
 
 SHAPE = (1, 28, 28)
