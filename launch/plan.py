@@ -252,6 +252,11 @@ def _command(worker: WorkerPlan, request: Request) -> list[str]:
     return backends.torchrun_command(request.python, module, nproc=nproc, meeting=meeting, run_id=run_id)
 
 
+# glibc gives freed memory back to the system, which zeroes each page anew at the next step: up to a quarter of a step's
+# time on a CPU (docs/decisions/0013-keep-freed-memory.md). Bytes; other C libraries do not look at these.
+KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+
+
 def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> dict[str, str]:
     paths = [str(request.root), str(request.cwd), *request.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = {
@@ -261,6 +266,7 @@ def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> di
         "PYTHONSAFEPATH": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    environment |= {name: value for name, value in KEEP_MEMORY.items() if name not in request.environ}
     if worker.launcher == "fork":
         environment |= backends.FORK_ENVIRONMENT
     if worker.launcher in ("torchrun", "accelerate"):

@@ -38,6 +38,14 @@ def planned(topology: Topology, settings: dict[str, Any] | None = None, **reques
     return plan_launch(config(**(settings or {})), topology, dataclasses.replace(REQUEST, **request))
 
 
+def test_ranks_keep_freed_memory_unless_the_user_says_otherwise() -> None:
+    names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    found = planned(CPU).environment
+    assert [found[name] for name in names] == ["1073741824", "1099511627776"]
+    own = planned(CPU, environ={"MALLOC_TRIM_THRESHOLD_": "5"}).environment
+    assert [own.get(name) for name in names] == ["1073741824", None]  # theirs is inherited
+
+
 @pytest.mark.parametrize(
     ("topology", "device", "nproc", "expected"),
     [
