@@ -3,13 +3,28 @@
 import math
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.known_data import IMAGE_FOLDER
-from configs.values import Auto, Count, CountOrZero, OpenFraction, PerChannel, Range, Section, data_name
+from configs.values import (
+    Auto,
+    Count,
+    CountOrZero,
+    Fraction,
+    NonNegative,
+    OpenFraction,
+    PerChannel,
+    Range,
+    Section,
+    as_tuple,
+    data_name,
+    whole,
+)
 
 OF_IMAGE_FOLDERS = ("val_fraction", "image_size", "resize_size", "channels", "on_bad_image", "max_bad_images")
 """Settings of `data` that have no meaning for other data sets."""
+
+Jitter = Annotated[tuple[NonNegative, ...], Field(min_length=3, max_length=4), BeforeValidator(as_tuple)]
 
 
 class AugmentConfig(Section):
@@ -29,6 +44,42 @@ class AugmentConfig(Section):
         default=(3 / 4, 4 / 3),
         description="with data.image_size: width to height of a random crop, which is then a square",
     )
+
+    policy: Literal["none", "autoaugment", "randaugment", "trivialaugment", "augmix"] = Field(
+        default="none", description="torchvision's policy of that name, on each training image in the loader worker"
+    )
+    policy_ops: Count = Field(default=2, description="randaugment: changes of each image")
+    policy_magnitude: Annotated[int, Field(ge=0, le=30), BeforeValidator(whole)] = Field(
+        default=9, description="randaugment: how strong they are, 0 to 30"
+    )
+    color_jitter: Jitter | None = Field(
+        default=None,
+        description="how far brightness, contrast, saturation and hue (at most 0.5) may change, as [0.4, 0.4, 0.4]",
+    )
+    erasing: Fraction = Field(
+        default=0.0, description="probability that a random rectangle of a training image is set to the mean"
+    )
+    mixup: NonNegative = Field(
+        default=0.0, description="alpha of the Beta distribution by which images are mixed in pairs; 0: no mixup"
+    )
+    cutmix: NonNegative = Field(default=0.0, description="the same for boxes of one image in another; 0: no CutMix")
+    mix_probability: Fraction = Field(default=1.0, description="mixup and cutmix: share of the batches that are mixed")
+    mix_switch: Fraction = Field(default=0.5, description="share of cutmix where there is mixup too")
+
+    @property
+    def changes_single_images(self) -> bool:
+        """Whether loader workers have to, which is one image after the other."""
+        return self.policy != "none" or self.color_jitter is not None or self.erasing > 0
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+    @model_validator(mode="after")
+    def _jitter(self) -> Self:
+        if self.color_jitter is not None and len(self.color_jitter) == 4 and self.color_jitter[3] > 0.5:
+            raise ValueError(f"color_jitter: a hue of {self.color_jitter[3]:g} is more than 0.5, all the way around")
+        return self
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
@@ -111,6 +162,10 @@ class DataConfig(Section):
             raise ValueError(
                 "residency: device would keep one random crop of each image for the whole run; use residency: stream, "
                 "or augment.crop_scale: null"
+            )
+        if self.residency == "device" and self.augment.changes_single_images:
+            raise ValueError(
+                "residency: device has no workers for augment.policy, color_jitter and erasing; use residency: stream"
             )
         if self.name == IMAGE_FOLDER and self.mean is not None and len(self.mean) not in (1, self.channels):
             raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")

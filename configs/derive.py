@@ -13,15 +13,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {plural}"
 
 
-def slice_bounds(total: int, part: int, parts: int) -> tuple[int, int]:
-    """The `part`-th of `parts` contiguous slices of range(total): sizes differ by at most one, any `parts` works."""
-    return part * total // parts, (part + 1) * total // parts
+def slice_bounds(total: int, part: int, parts: int, unit: int = 1) -> tuple[int, int]:
+    """The `part`-th of `parts` contiguous slices of range(total): sizes differ by at most one, any `parts` works. With
+    `unit` they are cut between groups of so many."""
+    units = -(-total // unit)
+    return min(part * units // parts * unit, total), min((part + 1) * units // parts * unit, total)
 
 
-def num_pieces(total: int, part: int, parts: int, max_micro_batch: int) -> int:
+def num_pieces(total: int, part: int, parts: int, max_micro_batch: int, unit: int = 1) -> int:
     """Micro-batches that the `part`-th of `parts` slices of a batch of `total` samples is cut into."""
-    start, stop = slice_bounds(total, part, parts)
-    return -(-(stop - start) // max_micro_batch)
+    start, stop = slice_bounds(total, part, parts, unit)
+    return -(-(stop - start) // (max(1, max_micro_batch // unit) * unit))
 
 
 @dataclass(frozen=True)

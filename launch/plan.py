@@ -224,7 +224,8 @@ def plan_threads(
 def num_loaders(config: RunConfig, workers: int) -> int:
     """`workers` where a rank streams. That a built-in set is too large for the device, only the ranks will find out."""
     data = config.data
-    streams = data.residency == "stream" or (data.residency == "auto" and data.name not in KNOWN_DATA)
+    may_be_resident = data.name in KNOWN_DATA and not data.augment.changes_single_images
+    streams = data.residency == "stream" or (data.residency == "auto" and not may_be_resident)
     return workers if streams else 0
 
 

@@ -16,15 +16,17 @@ from trainer.agreement import WithSignals
 from trainer.choices import choose_channels_last
 from trainer.console import Console
 from trainer.data.augment import Preprocess
-from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
+from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, known_labels, load_data
+from trainer.data.mixing import Mixing
 from trainer.data.order import Order
+from trainer.data.policies import Policy
 from trainer.data.source import Source, build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
 from trainer.frozen import freeze, recompute_blocks
 from trainer.guard import Guard
 from trainer.job import Job
-from trainer.losses import LOSSES
+from trainer.losses import LOSSES, class_weights
 from trainer.metrics import LossWindow
 from trainer.models import build_model, may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
@@ -60,11 +62,15 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     workers = run.plan.num_workers
     residency, reason = choose_residency(config.data, splits, device, context.local_world_size, workers)
     notes = context.together(lambda: check_loaders(run.plan, splits, streams=residency == "stream"))
+    policy = Policy(config.data.augment, data.mean) if config.data.augment.changes_single_images else None
     source, eval_source = (
-        build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop) for split in splits
+        build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop, each)
+        for split, each in zip(splits, (policy, None), strict=True)
     )
     mean, std = published_stats(config.model) or (None, None) if data.mean is None else (data.mean, data.std)
     preprocess = Preprocess(config.data.augment, config.seed, mean, std, context.dtype, device)
+    weight = context.together(lambda: class_weights(config.loss, data.num_classes, known_labels(data.train)))
+    weight = weight if weight is None else weight.to(device)
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
     if config.virtual_shards:
@@ -72,24 +78,26 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     console = _console(run, context)
     saver = _saver(run, context, console)
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
+    order = _order(config, context, batch, len(data.train), device if residency == "device" else torch.device("cpu"))
     run.job = job = Job(
         config=config,
         context=context,
         model=model,
         module=module,
         signals=signals,
-        shards=_shards(config, context, model, batch, console),
+        shards=Shards(model, context, order, console.line) if config.virtual_shards else None,
         optimizer=build_optimizer(model, config.optim, device),
         ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
         source=source,
-        order=_order(config, context, batch, len(data.train), device if residency == "device" else torch.device("cpu")),
+        order=order,
         preprocess=preprocess,
+        mixing=Mixing(config.data.augment, config.seed, data.num_classes) if config.data.augment.mixes else None,
         image_shape=shape,
         may_draw=may_draw(model),
         channels_last=channels_last,
         why_layout=why_layout,
         is_compiled=run.plan.compiles,
-        loss_sum=partial(LOSSES[config.loss.name], config.loss),
+        loss_sum=partial(LOSSES[config.loss.name], config.loss, weight),
         evaluator=evaluator,
         tracker=NullTracker(),
         console=console,
@@ -127,14 +135,6 @@ def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapS
     return context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
 
 
-def _shards(
-    config: RunConfig, context: RunContext, model: nn.Module, batch: BatchPlan, console: Console
-) -> Shards | None:
-    if not config.virtual_shards:
-        return None
-    return Shards(model, context, config.virtual_shards, batch.max_micro_batch, console.line)
-
-
 def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples: int, device: torch.device) -> Order:
     return Order(
         num_samples=num_samples,
@@ -146,6 +146,7 @@ def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples
         max_micro_batch=batch.max_micro_batch,
         device=device,
         num_shards=config.virtual_shards,
+        unit=2 if config.data.augment.mixes else 1,
     )
 
 
@@ -163,7 +164,9 @@ def _evaluator(
         trained=model,
         source=source,
         preprocess=preprocess,
-        loss_sum=partial(LOSSES[config.loss.name], LossConfig()),
+        loss_sum=partial(
+            LOSSES[config.loss.name], LossConfig(name=config.loss.name, bce_sum=config.loss.bce_sum), None
+        ),
         config=config.eval,
         num_classes=num_classes,
         channels_last=channels_last,

@@ -10,6 +10,8 @@ from configs.schema import RunConfig
 from trainer.data.augment import Preprocess
 from trainer.data.folder import Splits
 from trainer.data.images import TRAINING, ImageSplit
+from trainer.data.order import key_of
+from trainer.data.policies import POLICY, Policy
 
 _COLUMNS, _ROWS = 8, 4
 _CAPTION, _GAP = 14, 4
@@ -39,6 +41,8 @@ def _seen(split: ImageSplit, config: RunConfig, index: int) -> Image.Image:
     """What the network is given, with normalisation undone."""
     pixels, _ = split.sample(config.seed, 0, index)
     data, cpu = config.data, torch.device("cpu")
+    if data.augment.changes_single_images:
+        pixels = Policy(data.augment, data.mean)(pixels, key_of(config.seed, 0, POLICY, index))
     preprocess = Preprocess(data.augment, config.seed, data.mean, data.std, torch.float32, cpu)
     seen = preprocess.for_training(pixels.unsqueeze(0), 0, torch.tensor([index]))
     if preprocess.mean is not None and preprocess.std is not None:

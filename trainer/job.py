@@ -15,6 +15,7 @@ from trainer.account import Account
 from trainer.agreement import Agreed, HostCopy
 from trainer.console import Console
 from trainer.data.augment import Preprocess
+from trainer.data.mixing import Mixing
 from trainer.data.order import Order
 from trainer.data.source import Source
 from trainer.evaluate import EvalResult, Evaluator
@@ -78,6 +79,7 @@ class Job:
     source: Source
     order: Order
     preprocess: Preprocess
+    mixing: Mixing | None
     image_shape: tuple[int, int, int]
     may_draw: bool
     """Whether the network may draw random numbers by itself."""

@@ -183,7 +183,9 @@ def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
 
 def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
     """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
-    images = job.preprocess.for_training(images, batch.epoch, ids)
+    images, targets = job.preprocess.for_training(images, batch.epoch, ids), labels
+    if job.mixing is not None:
+        images, targets = job.mixing(images, labels, batch.epoch, batch.index)
     if job.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     if batch.is_dummy:
@@ -196,7 +198,7 @@ def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Ten
         with job.context.autocast():
             output = job.module(images)
     logits, signals = output if job.signals is not None else (output, None)
-    return job.loss_sum(logits if logits.dtype == torch.float64 else logits.float(), labels), signals
+    return job.loss_sum(logits if logits.dtype == torch.float64 else logits.float(), targets), signals
 
 
 def _eagerly(job: Job) -> contextlib.AbstractContextManager[object]:

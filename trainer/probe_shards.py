@@ -30,8 +30,9 @@ def measure_shards(job: Job, plan: WorkerPlan) -> dict[str, float]:
         "accumulated_ms": ordinary(accumulated),
         "plain_ms": ordinary(dataclasses.replace(job.order, max_micro_batch=plain)),
     }
-    sharded = dataclasses.replace(job, shards=Shards(job.model, job.context, shards, micro_batch, lambda _: None))
-    kinds["shards_ms"] = _step_of(sharded, True, dataclasses.replace(accumulated, num_shards=shards))
+    in_shards = dataclasses.replace(accumulated, num_shards=shards)
+    sharded = dataclasses.replace(job, shards=Shards(job.model, job.context, in_shards, lambda _: None))
+    kinds["shards_ms"] = _step_of(sharded, True, in_shards)
     for step in kinds.values():
         step()
     times = [{name: step() for name, step in kinds.items()} for _ in range(_ROUNDS)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from configs.derive import num_pieces
 from configs.errors import ConfigError
 from trainer.agreement import no_signals
-from trainer.data.order import RankBatch
+from trainer.data.order import Order, RankBatch
 from trainer.runtime import RunContext
 from trainer.shard_buffers import Buffers
 
@@ -20,10 +20,8 @@ from trainer.shard_buffers import Buffers
 class Shards:
     """This rank's shards of one batch after another: `begin` and `end` around each micro-batch, then `reduce`."""
 
-    def __init__(
-        self, model: nn.Module, context: RunContext, count: int, max_micro_batch: int, say: Callable[[str], None]
-    ) -> None:
-        self._context, self._count, self._max_micro_batch = context, count, max_micro_batch
+    def __init__(self, model: nn.Module, context: RunContext, order: Order, say: Callable[[str], None]) -> None:
+        self._context, self._order, count = context, order, order.num_shards
         self._per_rank = count // context.world_size
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if other := next((p.dtype for p in self._parameters if p.dtype != context.dtype), None):
@@ -70,8 +68,9 @@ class Shards:
 
     def _pieces_by_rank(self, size: int) -> list[int]:
         """How many micro-batches each rank makes of a global batch."""
-        per_shard = [num_pieces(size, shard, self._count, self._max_micro_batch) for shard in range(self._count)]
-        return [sum(per_shard[start : start + self._per_rank]) for start in range(0, self._count, self._per_rank)]
+        order, count = self._order, self._order.num_shards
+        per_shard = [num_pieces(size, shard, count, order.max_micro_batch, order.unit) for shard in range(count)]
+        return [sum(per_shard[start : start + self._per_rank]) for start in range(0, count, self._per_rank)]
 
     def _zeros(self) -> Tensor:
         if self._free:

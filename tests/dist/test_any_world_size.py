@@ -137,3 +137,13 @@ def test_first_weights_are_those_of_the_seed(tmp_path: Path, world_size: int) ->
     found = finished(tmp_path, config, world_size).weights()
     expected = build_model(config.model, 4, (1, 8, 8), 5, torch.float32).state_dict()
     assert distance(found, expected) == 0
+
+
+@pytest.mark.parametrize("augment", [{"mixup": 0.8}, {"cutmix": 1.0}, {"mixup": 0.2, "cutmix": 1.0}], ids=str)
+def test_pairs_are_mixed_alike_on_any_number_of_processes(tmp_path: Path, augment: dict[str, float]) -> None:
+    settings = {"data__augment": augment, "global_batch_size": 7, "loss__name": "bce", "dtype": "float64"}
+    alone = finished(tmp_path / "1", tiny_config(**settings), 1)
+    for world_size in (2, 3):
+        other = finished(tmp_path / str(world_size), tiny_config(**settings, max_per_device_batch_size=3), world_size)
+        for name, tensor in alone.weights().items():
+            torch.testing.assert_close(other.weights()[name], tensor, rtol=1e-12, atol=1e-12)

@@ -45,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
     "odd norms": {"model": {"name": "tests.dist.odd_nets:OddNorms"}, "ema__half_life_samples": 40.0},
     "odd buffers": {"model": {"name": "tests.dist.odd_nets:OddBuffers"}, "ema__half_life_samples": 40.0},
     "streamed": {"data__residency": "stream", "data__num_workers": 1, "data__augment": {"shift": 1, "cutout": 2}},
+    "mixed": {
+        "data__residency": "stream",
+        "data__num_workers": 1,
+        "data__augment": {"policy": "trivialaugment", "mixup": 0.2, "cutmix": 1.0},
+        "loss": {"name": "bce", "class_weights": [1.0, 2.0, 1.0, 0.5]},
+        "max_per_device_batch_size": 3,
+    },
     "fp16, skipped": {
         "mixed_precision": "fp16",
         "optim": SGD,

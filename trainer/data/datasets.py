@@ -113,6 +113,15 @@ def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]
     )
 
 
+def known_labels(split: MapStyle) -> Tensor | None:
+    """The classes of all samples, int64 (N,), where they are known without reading any; a user's data set may have them
+    as `targets`, as torchvision's do."""
+    if isinstance(split, TensorSplit):
+        return split.labels
+    found = split.files.labels if isinstance(split, ImageSplit) else getattr(split, "targets", None)
+    return None if found is None else torch.as_tensor(found, dtype=torch.int64)
+
+
 def _class_names(split: Any) -> tuple[str, ...] | None:
     names = getattr(split, "classes", None)
     return None if names is None else tuple(str(name) for name in names)

@@ -94,27 +94,30 @@ class RankBatch:
     in that part. Keys of what a network draws by itself."""
 
 
-def cut_for_rank(ids: Tensor, rank: int, world_size: int, max_micro_batch: int) -> tuple[list[Tensor], bool]:
-    """Cut a global batch's indices into this rank's micro-batches. Returns (micro-batches, is_dummy)."""
-    start, stop = slice_bounds(len(ids), rank, world_size)
+def cut_for_rank(
+    ids: Tensor, rank: int, world_size: int, max_micro_batch: int, unit: int = 1
+) -> tuple[list[Tensor], bool]:
+    """Cut a global batch's indices into this rank's micro-batches, between groups of `unit`.
+    Returns (micro-batches, is_dummy)."""
+    start, stop = slice_bounds(len(ids), rank, world_size, unit)
     if start == stop:
         return [ids[:1]], True
     if stop - start <= max_micro_batch:
         return [ids if world_size == 1 else ids[start:stop]], False
-    pieces = -(-(stop - start) // max_micro_batch)
-    bounds = [slice_bounds(stop - start, piece, pieces) for piece in range(pieces)]
+    pieces = num_pieces(len(ids), rank, world_size, max_micro_batch, unit)
+    bounds = [slice_bounds(stop - start, piece, pieces, unit) for piece in range(pieces)]
     return [ids[start + low : start + high] for low, high in bounds], False
 
 
 def cut_into_shards(
-    ids: Tensor, shards: range, num_shards: int, max_micro_batch: int
+    ids: Tensor, shards: range, num_shards: int, max_micro_batch: int, unit: int = 1
 ) -> tuple[list[Tensor], list[tuple[int, int]]]:
     """The micro-batches of these virtual shards; one without samples has none. Returns (micro-batches, parts)."""
     pieces, parts = [], []
     for shard in shards:
-        start, stop = slice_bounds(len(ids), shard, num_shards)
-        number = num_pieces(len(ids), shard, num_shards, max_micro_batch)
-        bounds = [slice_bounds(stop - start, piece, number) for piece in range(number)]
+        start, stop = slice_bounds(len(ids), shard, num_shards, unit)
+        number = num_pieces(len(ids), shard, num_shards, max_micro_batch, unit)
+        bounds = [slice_bounds(stop - start, piece, number, unit) for piece in range(number)]
         pieces += [ids[start + low : start + high] for low, high in bounds]
         parts += [(shard, piece) for piece in range(number)]
     return pieces, parts
@@ -133,6 +136,8 @@ class Order:
     max_micro_batch: int
     device: torch.device
     num_shards: int = 0
+    unit: int = 1
+    """Samples that are never parted: 2 where pairs are mixed."""
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -146,9 +151,9 @@ class Order:
     def _part_of(self, epoch: int, index: int, ids: Tensor) -> RankBatch:
         if self.num_shards:
             start, stop = slice_bounds(self.num_shards, self.rank, self.world_size)
-            pieces, parts = cut_into_shards(ids, range(start, stop), self.num_shards, self.max_micro_batch)
+            pieces, parts = cut_into_shards(ids, range(start, stop), self.num_shards, self.max_micro_batch, self.unit)
             return RankBatch(epoch, index, len(ids), pieces, False, parts)
-        pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch)
+        pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch, self.unit)
         return RankBatch(epoch, index, len(ids), pieces, is_dummy, [(self.rank, i) for i in range(len(pieces))])
 
     def batches(self, epoch: int, first: int) -> Iterator[RankBatch]:

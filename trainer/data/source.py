@@ -13,6 +13,7 @@ from configs.data_section import DataConfig
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
 from trainer.data.datasets import MapStyle, TensorSplit, as_image_tensor
+from trainer.data.policies import Policy
 from trainer.data.resident import ResidentSource
 from trainer.data.stream import KeyedSamples, StreamSource
 from trainer.data.workers import PREFETCH, check_shared_memory
@@ -82,6 +83,8 @@ def choose_residency(
     place, workers = device.type, counted(num_workers, "worker")
     if config.residency == "stream":
         return "stream", f"through {workers} per rank, as data.residency says"
+    if config.augment.changes_single_images:
+        return "stream", f"through {workers} per rank, which change each image"
     if config.residency == "device":
         if size > free:
             raise EnvironmentProblem(
@@ -107,11 +110,13 @@ def build_source(
     num_classes: int,
     device: torch.device,
     stop: StopFlag | None = None,
+    policy: Policy | None = None,
 ) -> Source:
-    """The source of one split. Once `stop` is set, loader workers that die are no error."""
+    """The source of one split, whose images `policy` changes in training. Once `stop` is set, loader workers that die
+    are no error."""
     if residency == "device":
         return ResidentSource(materialise(split, seed, num_classes), device)
-    return StreamSource(split, seed, num_classes, num_workers, device, stop)
+    return StreamSource(split, seed, num_classes, num_workers, device, stop, policy)
 
 
 def check_loaders(plan: WorkerPlan, splits: tuple[MapStyle, MapStyle], *, streams: bool) -> list[str]:

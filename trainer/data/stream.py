@@ -15,6 +15,7 @@ from configs.errors import LockstepError, TrainingError
 from trainer.data.datasets import MapStyle, as_image_tensor
 from trainer.data.images import ImageSplit
 from trainer.data.order import RankBatch, key_of
+from trainer.data.policies import POLICY, Policy
 from trainer.data.workers import Pair, Request, Workers, too_many_files
 from trainer.places import place_of
 from trainer.stop import StopFlag
@@ -29,13 +30,19 @@ class KeyedSamples:
     So a user's random transform gives the same result in any worker, on any rank and after any resume.
     """
 
-    def __init__(self, split: MapStyle, seed: int, num_classes: int) -> None:
-        self.split = split
+    def __init__(self, split: MapStyle, seed: int, num_classes: int, policy: Policy | None = None) -> None:
+        self.split, self.policy = split, policy
         self.seed = seed
         self.num_classes = num_classes
 
     def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, Tensor]:
         epoch, index = sample
+        image, label = self._read_one(epoch, index)
+        if self.policy is not None and epoch != _EVALUATION:
+            image = self.policy(image, key_of(self.seed, epoch, POLICY, index))
+        return image, label
+
+    def _read_one(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         if isinstance(self.split, ImageSplit):  # draws by the key itself
             image, label = self.split.sample(self.seed, epoch, index)
             return image, torch.tensor(label)
@@ -100,8 +107,9 @@ class StreamSource:
         num_workers: int,
         device: torch.device,
         stop: StopFlag | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        self.samples = KeyedSamples(split, seed, num_classes)
+        self.samples = KeyedSamples(split, seed, num_classes, policy)
         self.size = len(split)
         self.num_workers = num_workers
         self.device = device
