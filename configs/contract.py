@@ -46,6 +46,8 @@ class WorkerPlan:
     """Seconds since the epoch when the launcher was started; max_time_s counts from there. 0 = not known."""
     checkpoint: str = "best"
     """What `eval` loads: best, last, or a step number."""
+    eval_data: str | None = None
+    """A folder of images to evaluate in place of the run's own, its classes matched by name."""
     allow_changes: bool = False
     """Whether to go on with files of a data set that are not those that the checkpoint was trained on."""
     max_micro_batch: int | None = None

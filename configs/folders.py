@@ -1,11 +1,33 @@
 """Where the splits of a folder of images lie. No torch: the launcher asks too, before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 from configs.data_section import DataConfig
 from configs.errors import ConfigError
+from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
+from configs.schema import RunConfig
 
 TRAIN, VAL = "train", "val"
+
+
+def with_folder(config: RunConfig, folder: Path) -> RunConfig:
+    """`config` with the data of `folder`, whose images are made as those that its network knows.
+
+    Raises ConfigError where nothing says how.
+    """
+    data, known = config.data, KNOWN_DATA.get(config.data.name)
+    changes: dict[str, Any] = {"root": str(folder), "val_fraction": None}
+    if known is not None:
+        channels, side, _ = known.shape
+        changes |= {"channels": channels, "image_size": side, "resize_size": side, "augment": {}, "residency": "auto"}
+        changes |= {"name": IMAGE_FOLDER, "mean": data.mean or known.mean, "std": data.std or known.std}
+    elif data.name != IMAGE_FOLDER:
+        raise ConfigError(
+            f"--data: the run's data are {data.name}, and nothing says how its images are made of files; evaluate a "
+            "run on a folder of images or a built-in data set"
+        )
+    return config.model_copy(update={"data": DataConfig.model_validate(data.model_dump() | changes)})
 
 
 def find_splits(config: DataConfig, cwd: Path | None = None) -> tuple[Path, Path | None]:

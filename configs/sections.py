@@ -134,6 +134,7 @@ class EvalConfig(Section):
         default="sharded", description="the same result to the last digit either way"
     )
     batch_size: Count = Field(default=500, description="samples per forward pass, a fixed cut of the test split")
+    flip: bool = Field(default=False, description="score the mean over each image and its mirror image")
 
 
 class CheckpointConfig(Section):

@@ -38,6 +38,9 @@ LocalAddr = Annotated[str | None, typer.Option("--local-addr", help="this node's
 Probe = Annotated[bool, typer.Option("--probe", help="also measure parameters, checkpoint, one step (imports torch)")]
 ProbeBatch = Annotated[bool, typer.Option("--probe-batch", help="also find the largest micro-batch that fits")]
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="where the picture of samples goes")]
+EvalData = Annotated[
+    Path | None, typer.Option("--data", metavar="FOLDER", help="other images: a folder for each class, by its name")
+]
 Checkpoint = Annotated[str, typer.Option("--checkpoint", metavar="best|last|STEP", help="which one to evaluate")]
 
 RUNS = Path("runs")
@@ -116,14 +119,15 @@ def evaluate(
     run: Run,
     overrides: Overrides = None,
     checkpoint: Checkpoint = "best",
+    data: EvalData = None,
     nproc: Nproc = None,
     launcher: LauncherOption = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
-    """Evaluate a checkpoint of a run on the whole test split."""
+    """Evaluate a checkpoint of a run on the whole test split, or on another folder of images."""
     from launch import start
 
-    _exit(start.evaluate(run, checkpoint, Options(overrides or (), nproc, launcher, runs=runs_dir)))
+    _exit(start.evaluate(run, checkpoint, Options(overrides or (), nproc, launcher, runs=runs_dir), data))
 
 
 @app.command()

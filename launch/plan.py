@@ -58,6 +58,7 @@ class Request:
     started: float = 0.0
     """Seconds since the epoch when the command was given; a restart keeps it."""
     worker: str = "trainer"
+    eval_data: str | None = None
     allow_changes: bool = False
     max_micro_batch: int | None = None
     """What the run remembers to fit in memory."""
@@ -115,6 +116,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         terminal=request.terminal,
         started=request.started,
         checkpoint=request.checkpoint,
+        eval_data=request.eval_data,
         allow_changes=request.allow_changes,
         max_micro_batch=request.max_micro_batch,
         auto_workers=workers,

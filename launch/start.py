@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from configs.derive import counted
 from configs.errors import EXIT_DONE, ConfigError
+from configs.folders import with_folder
 from configs.loader import LoadedConfig, load_config
 from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
@@ -58,8 +59,9 @@ def show_plan(config: Path, options: Options, *, probes: Sequence[Probe] = ()) -
     return _show(_plan_training(lambda: load_config(config, options.overrides), naming, options), options, probes)
 
 
-def evaluate(name: str, checkpoint: str, options: Options) -> int:
-    """Evaluate a checkpoint of a run. Takes no lock: a run that goes on is not disturbed."""
+def evaluate(name: str, checkpoint: str, options: Options, data: Path | None = None) -> int:
+    """Evaluate a checkpoint of a run, on the images of the folder `data` if it is given. Takes no lock: a run that goes
+    on is not disturbed."""
     run = run_folder.find_run(options.runs, name)
     loaded, nproc, checkpoint = together(
         lambda: load_config(run.config, options.overrides),
@@ -69,11 +71,17 @@ def evaluate(name: str, checkpoint: str, options: Options) -> int:
     if run_folder.newest_step(run) is None:
         raise ConfigError(f"run {run.name!r} has no checkpoint yet, so there is nothing to evaluate")
     request = dataclasses.replace(_request(run.name, "eval-", nproc, options), mode="eval", checkpoint=checkpoint)
+    if data is not None:
+        folder = options.cwd / data
+        if not folder.is_dir():
+            raise ConfigError(f"--data: there is no folder {folder}; give the one that holds a folder for each class")
+        loaded = dataclasses.replace(loaded, config=with_folder(loaded.config, folder))
+        request = dataclasses.replace(request, eval_data=str(folder))
     job = _job(loaded, request, options)
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
-    preflight.check_folders(job.plan.config, options.cwd)
-    preflight.check_weights(job.plan.config, options.cwd)
+    if data is None:
+        preflight.check_folders(job.plan.config, options.cwd)
     preflight.check_open_files(job.plan)
     run = RunDir(options.cwd / run.path)
     attempt = run_folder.make_attempt(run, prefix="eval-")
@@ -154,6 +162,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
     preflight.check_folders(job.plan.config, options.cwd)
+    preflight.check_weights(job.plan.config, options.cwd)
     preflight.check_open_files(job.plan)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
         preflight.check_rendezvous(job.request.nodes)

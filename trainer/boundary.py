@@ -120,8 +120,9 @@ def evaluate(job: Job) -> bool:
     job.account.enter(EVALUATION)
     weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
     results: dict[str, EvalResult] = {}
+    in_detail = job.is_at_end() or job.config.early_stopping.patience is not None  # it may be the last
     for prefix, tensors in weights.items():
-        result = job.evaluator.evaluate(job.context, tensors, job.stop, job.account.beat)
+        result = job.evaluator.evaluate(job.context, tensors, job.stop, job.account.beat, in_detail=in_detail)
         if result is None:
             return False
         results[prefix] = result

@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from trainer.agreement import WithSignals
 from trainer.choices import choose_channels_last
 from trainer.console import Console
 from trainer.data.augment import Preprocess
-from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, known_labels, load_data
+from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, known_labels, load_data, load_elsewhere
 from trainer.data.mixing import Mixing
 from trainer.data.order import Order
 from trainer.data.policies import Policy
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
 
 def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     """Everything from the data to the job, nothing restored.
-    Returns (job, plan screen)."""
+    Returns (job, what to show before it begins)."""
     config, device = run.plan.config, context.device
     check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
     batch = run.plan.batches
-    data = context.together(lambda: load_data(config.data, run.run_dir.bad_images, run.account.beat))
+    data = context.together(lambda: _data(run))
     run.account.beat()
     shape = image_shape(data)
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
@@ -106,6 +107,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         saver=saver,
         facts=facts,
         files_may_differ=run.plan.allow_changes or run.plan.mode == "eval",
+        trains=run.plan.mode == "train",
         samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
         faults=_faults(run, context, saver),
         window=LossWindow(context),
@@ -113,7 +115,16 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     if config.steps_per_execution > 1:
         check_multistep(job)
+    if not job.trains:
+        return job, list(data.notes)
     return job, [*summary.plan_screen(job, run.plan, batch, reason), *said, *data.notes, *notes]
+
+
+def _data(run: "Run") -> Data:
+    config, elsewhere = run.plan.config.data, run.plan.eval_data
+    if elsewhere is not None:
+        return load_elsewhere(config, Path(elsewhere), run.run_dir.classes, run.account.beat)
+    return load_data(config, run.run_dir.bad_images, run.account.beat)
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Exact evaluation: each sample of the split once, whatever the number of processes, and the count is checked."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from configs.errors import TrainingError
 from configs.sections import EvalConfig
 from trainer.data.augment import Preprocess
 from trainer.data.source import Source
+from trainer.details import BINS, MOST_CLASSES, Details, confidence_in_bins, confusion_of
 from trainer.memory import told_if_out_of_memory
 from trainer.optim import averaged_tensors
 from trainer.runtime import RunContext
@@ -26,6 +27,7 @@ class EvalResult:
     top1: float
     top5: float | None
     count: int
+    details: Details | None = None
 
     def metrics(self, prefix: str) -> dict[str, float]:
         values = {"loss": self.loss, "top1": self.top1} | ({} if self.top5 is None else {"top5": self.top5})
@@ -36,6 +38,12 @@ class EvalResult:
         top5 = "" if self.top5 is None else f"  top-5 {100 * self.top5:.2f} %"
         of = f" {of}" if of else ""
         return f"evaluated {self.count}/{self.count}{of}: top-1 {100 * self.top1:.2f} %{top5}  loss {self.loss:.4f}"
+
+
+def details_of(results: Mapping[str, EvalResult]) -> dict[str, Details]:
+    """By `raw` or `ema`, of the results by the prefix of their metrics."""
+    named = ((prefix.rstrip("_") or "raw", result.details) for prefix, result in results.items())
+    return {name: details for name, details in named if details is not None}
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ class Evaluator:
         weights: dict[str, Tensor],
         stop: StopFlag | None = None,
         alive: Callable[[], None] = lambda: None,
+        *,
+        in_detail: bool = False,
     ) -> EvalResult | None:
         """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks.
 
@@ -73,6 +83,7 @@ class Evaluator:
         # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
         # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
+        bins = Bins(len(batches), context) if in_detail and self.num_classes <= MOST_CLASSES else None
         loaded = self.source.evaluation([batches[i] for i in mine])
         fix = f"use an eval.batch_size below {self.config.batch_size}"
         with told_if_out_of_memory("in evaluation", fix), torch.inference_mode():
@@ -80,8 +91,11 @@ class Evaluator:
                 alive()
                 if turn < len(mine):
                     images, labels = next(loaded)
-                    losses[mine[turn]], best = self._score(context, images, labels)
-                    answers.append((best, labels))
+                    logits = self._logits(context, images)
+                    losses[mine[turn]] = self.loss_sum(logits, labels)
+                    answers.append((best_classes(logits, min(5, self.num_classes)), labels))
+                    if bins is not None:
+                        bins.add(mine[turn], logits, labels)
                 if stop is not None and context.any_rank(stop.is_set):
                     return None
         context.all_reduce_sum(losses)
@@ -92,7 +106,9 @@ class Evaluator:
                 f"evaluated {count} of {len(self.source)} samples; the ranks do not see the same data set"
             )
         loss = float(losses.cpu().double().sum()) / count
-        return EvalResult(loss, by_place[0] / count, sum(by_place) / count if self.num_classes > 5 else None, count)
+        top5 = sum(by_place) / count if self.num_classes > 5 else None
+        details = None if bins is None else bins.details(answers, self.num_classes)
+        return EvalResult(loss, by_place[0] / count, top5, count, details)
 
     def _num_turns(self, context: RunContext, num_batches: int) -> int:
         """Batches of the rank that has the most: all ranks take as many turns."""
@@ -107,15 +123,39 @@ class Evaluator:
             return list(range(num_batches)) if context.is_rank_zero else []
         return list(range(context.rank, num_batches, context.world_size))
 
-    def _score(self, context: RunContext, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Summed loss, and the best classes of each image, the best first."""
+    def _logits(self, context: RunContext, images: Tensor) -> Tensor:
+        """(N, classes), of the mean over each image and its mirror image where eval.flip says so."""
         images = self.preprocess.normalise(images)
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with context.autocast():
-            logits = self.model(images)
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        return self.loss_sum(logits, labels), best_classes(logits, min(5, self.num_classes))
+            logits: Tensor = self.model(images)
+            if self.config.flip:
+                logits = (logits + self.model(images.flip(3))) / 2
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class Bins:
+    """Answers by confidence; one slot a batch, as for the losses."""
+
+    def __init__(self, num_batches: int, context: RunContext) -> None:
+        self._context = context
+        self._counts = torch.zeros(2, BINS, dtype=torch.int64, device=context.device)
+        self._confidence = torch.zeros(num_batches, BINS, dtype=context.widest_dtype, device=context.device)
+
+    def add(self, batch: int, logits: Tensor, labels: Tensor) -> None:
+        counts, self._confidence[batch] = confidence_in_bins(logits, labels, self._confidence.dtype)
+        self._counts += counts
+
+    def details(self, answers: list[tuple[Tensor, Tensor]], num_classes: int) -> Details:
+        """Of all ranks. Collective."""
+        confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=self._context.device)
+        for best, labels in answers:
+            confusion += confusion_of(best[:, 0], labels, num_classes)
+        for tensor in (confusion, self._counts, self._confidence):
+            self._context.all_reduce_sum(tensor)
+        answered, right = self._counts.cpu()
+        return Details(confusion.cpu(), answered, right, self._confidence.cpu().double().sum(0))
 
 
 def best_classes(logits: Tensor, places: int) -> Tensor:

@@ -100,6 +100,8 @@ class Job:
     """What its checkpoints say of the run; a resume compares some of it."""
     files_may_differ: bool
     """Whether a checkpoint fits though the files of its data set were others."""
+    trains: bool
+    """False where a checkpoint is only evaluated: what concerns training alone may be another."""
     samples: SampleLog | None
     """Where to write which samples are trained on; None where nobody asks."""
     faults: Faults | None
@@ -131,6 +133,10 @@ class Job:
     def parameters(self) -> list[nn.Parameter]:
         """All that get a gradient, the ranks' signals too."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def class_names(self) -> list[str]:
+        """Numbers where nobody named them."""
+        return self.facts["classes"] or [str(number) for number in range(self.facts["num_classes"])]
 
     def wall_s(self) -> float:
         """Seconds of the run, start-up since the job was built included, what a crash threw away not."""

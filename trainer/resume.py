@@ -32,7 +32,7 @@ MACHINE = (
 
 def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
-    _check_facts(loaded.state, job.facts, path)
+    _check_facts(loaded.state, job.facts, path, FACTS if job.trains else NETWORK_FACTS)
     _check_files(loaded.state.get("files"), job, path)
     rank, ranks, alike = job.context.rank, job.context.world_size, job.shards is not None
     own = checkpoint.merged_own(loaded, rank, ranks, summed=(WINDOW,), alike=alike)
@@ -64,16 +64,21 @@ def restore(job: Job, loaded: Loaded, path: Path) -> None:
         job.grad_norm = torch.tensor(loaded.state["grad_norm"], dtype=torch.float64)
 
 
-def _check_facts(saved: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    for name, why in (
-        ("classes", "the class list"),
-        ("num_classes", "the number of classes"),
-        ("num_train", "the number of training samples, and with it their order,"),
-        ("global_batch_size", "global_batch_size, and with it the steps of an epoch,"),
-        ("drop_last", "drop_last, and with it the steps of an epoch,"),
-        ("dtype", "dtype"),
-        ("optimizer", "the optimizer"),
-    ):
+NETWORK_FACTS = {
+    "classes": "the class list",
+    "num_classes": "the number of classes",
+    "dtype": "dtype",
+}
+FACTS = NETWORK_FACTS | {
+    "num_train": "the number of training samples, and with it their order,",
+    "global_batch_size": "global_batch_size, and with it the steps of an epoch,",
+    "drop_last": "drop_last, and with it the steps of an epoch,",
+    "optimizer": "the optimizer",
+}
+
+
+def _check_facts(saved: dict[str, Any], now: dict[str, Any], path: Path, facts: dict[str, str]) -> None:
+    for name, why in facts.items():
         if saved[name] != now[name]:
             raise CheckpointError(
                 f"{path} cannot be resumed: {why} changed: {saved[name]} -> {now[name]}; "

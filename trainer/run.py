@@ -15,7 +15,9 @@ from trainer.account import Account, earlier_attempts, straggler_lines, time_of_
 from trainer.boundary import evaluate
 from trainer.build import build
 from trainer.data import workers
+from trainer.details import write_details
 from trainer.deterministic import told_if_not_deterministic
+from trainer.evaluate import EvalResult, details_of
 from trainer.faults import unreached
 from trainer.guard import BadBatchError
 from trainer.job import Job
@@ -133,6 +135,8 @@ class Run:
             result |= {"time": spent.facts(), "git_commit": commit() if commit else None}
             on_gpu = job.context.device.type != "cpu"
             lines = straggler_lines(ranks, on_gpu=on_gpu) if len(ranks) > 1 else []
+            for line in write_details(self.run_dir.path, details_of(job.evaluations), job.class_names()):
+                job.console.line(line)
             summary.report_result(job, self.run_dir, result, spent, lines)
             steps = range(self.account.first_step, job.state.step)
             for line in unreached(job.config.faults, self.attempt.number, steps):
@@ -162,21 +166,27 @@ class Run:
         """Evaluate one checkpoint; write eval.json beside the plan."""
         context = RunContext(self.plan)
         self.account.beat()
-        job, _ = build(self, context)
+        job, screen = build(self, context)
+        for line in screen:
+            job.console.line(line)
         folder, which = self.run_dir.checkpoints, self.plan.checkpoint
         name = resume.load_for_evaluation(job, folder, which)
         job.console.line(f"{name}, {context.world_size} x {self.plan.device}, precision {context.precision}")
         weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
-        metrics: dict[str, float] = {}
+        results: dict[str, EvalResult] = {}
         self.account.enter(EVALUATION)
         for prefix, tensors in weights.items():
-            result = job.evaluator.evaluate(context, tensors, alive=self.account.beat)
+            result = job.evaluator.evaluate(context, tensors, alive=self.account.beat, in_detail=True)
             assert result is not None, "nothing stops it"
-            metrics |= result.metrics(prefix)
+            results[prefix] = result
             job.console.line(result.describe("EMA" if prefix else ""))
         if context.is_rank_zero:
-            answer = {"checkpoint": name, "metrics": metrics}
+            metrics = {key: value for prefix, each in results.items() for key, value in each.metrics(prefix).items()}
+            answer = {"checkpoint": name, "data": self.plan.eval_data or job.config.data.name, "metrics": metrics}
             write_atomically(self.attempt.path / "eval.json", json.dumps(answer, indent=1))
+            for line in write_details(self.attempt.path, details_of(results), job.class_names()):
+                job.console.line(line)
+            job.console.line(f"written to {self.attempt.path}")
         context.close()
         return Ending(True, job.state.step, job.state.epoch, name)
 

@@ -34,7 +34,9 @@ def evaluator(
     source = ResidentSource(TensorSplit(images, torch.tensor(labels)), CPU)
     preprocess = Preprocess(AugmentConfig(), 0, None, None, torch.float32, CPU)
     config = EvalConfig(batch_size=batch, mode=mode)  # type: ignore[arg-type]
-    return Evaluator(model, model, source, preprocess, partial(cross_entropy_sum, LossConfig()), config, classes, False)
+    return Evaluator(
+        model, model, source, preprocess, partial(cross_entropy_sum, LossConfig(), None), config, classes, False
+    )
 
 
 def images_of(count: int) -> Tensor:
@@ -154,3 +156,38 @@ def test_buffers_that_are_no_averages_are_those_of_the_trained_network(tmp_path:
     trained = finished(tmp_path, config, world_size)
     ones = int((images(False).labels == 1).sum())
     assert trained.result()["metrics"]["eval/top1"] == ones / 23
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_classes_and_calibration_do_not_depend_on_the_number_of_processes(tmp_path: Path, world_size: int) -> None:
+    config = tiny_config(max_epochs=1, ema__half_life_samples=20.0, eval__batch_size=4, dtype="float64")
+    finished(tmp_path / "run", config, 1)
+    trained = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    attempt = finished(tmp_path / "run", config, world_size, mode="eval", checkpoint="last")
+    again = json.loads((attempt.attempt.path / "evaluation.json").read_text())
+    assert again == trained
+    assert sorted(again) == ["ema", "raw"]
+    assert sum(each["count"] for each in again["raw"]["classes"]) == 23
+    metrics = json.loads((attempt.attempt.path / "eval.json").read_text())["metrics"]
+    hits = sum(each["count"] * each["recall"] for each in again["raw"]["classes"] if each["count"])
+    assert hits / 23 == pytest.approx(metrics["eval/top1"])
+
+
+def test_mirror_images_are_scored_too(tmp_path: Path) -> None:
+    model = toys.AlwaysZero(2).eval()
+    scorer = evaluator(model, images_of(5), LABELS[:5], 2, "sharded")
+    sees_left = nn.Sequential(nn.Flatten(), nn.Linear(64, 2, bias=False)).double()
+    with torch.no_grad():
+        sees_left[1].weight.zero_()[0, ::8] = 1.0  # class 0: the sum of the left column
+
+    def score(context: RunContext) -> list[list[float]]:
+        flipping = Evaluator(
+            **{**scorer.__dict__, "model": sees_left, "config": EvalConfig(flip=True), "preprocess": doubles}
+        )
+        return flipping._logits(context, image).tolist()
+
+    doubles = Preprocess(AugmentConfig(), 0, None, None, torch.float64, CPU)
+    image = images_of(1)
+    ((row,),) = in_ranks(tmp_path, 1, score)
+    pixels = image[0, 0].double() / 255
+    assert row == pytest.approx([float(pixels[:, 0].sum() + pixels[:, 7].sum()) / 2, 0.0])

@@ -113,3 +113,37 @@ def test_a_probe_reads_past_a_bad_image(here: Place) -> None:
     plan = here.run("plan", "folder.yaml", "--probe", "data.on_bad_image=skip")
     assert re.search(r"^images +16 training and 2 test$", plan.output, re.MULTILINE)
     assert not (here.folder / "runs").exists()
+
+
+def test_another_folder_is_evaluated_with_its_classes_by_name(here: Place) -> None:
+    write_config(here)
+    make(here.folder / "images", train__a=8, train__b=8, train__c=8, val__a=2, val__c=2)
+    here.run("train", "folder.yaml", "max_epochs=30", "--run-name", "x")
+    result = here.run_dir("x").result.read_bytes()
+    # Numbered by themselves, b and c would be classes 0 and 1.
+    make(here.folder / "other", b=3, c=2)
+    command = here.run("eval", "x", "--data", "other", "--nproc", "2")
+    assert "note: 1 of 3 classes have no image here: a" in command.lines
+    assert re.search(r"^evaluated 5/5: top-1 100\.00 %", command.output, re.MULTILINE)
+    folder = here.attempt("x", "eval-001").path
+    answer = json.loads((folder / "eval.json").read_text())
+    assert (answer["data"], answer["metrics"]["eval/top1"]) == (str(here.folder / "other"), 1.0)
+    classes = json.loads((folder / "evaluation.json").read_text())["raw"]["classes"]
+    assert [(each["class"], each["count"], each["recall"]) for each in classes] == [
+        ("a", 0, None),
+        ("b", 3, 1.0),
+        ("c", 2, 1.0),
+    ]
+    assert here.run_dir("x").result.read_bytes() == result
+    make(here.folder / "other", zebra=1)
+    (*_, line) = here.run("eval", "x", "--data", "other", code=2).lines
+    assert f"--data: {here.folder}/other has 'zebra', which the run does not know as a class; it knows 'a', 'b'" in line
+    (line,) = here.run("eval", "x", "--data", "nowhere", code=2).lines
+    assert f"--data: there is no folder {here.folder}/nowhere; give the one that holds a folder for each" in line
+
+
+def test_a_run_whose_images_are_its_own_cannot_be_given_files(here: Place) -> None:
+    here.run("train", "tiny.yaml", "--run-name", "x")
+    make(here.folder / "other", a=1)
+    (line,) = here.run("eval", "x", "--data", "other", code=2).lines
+    assert line.startswith("config error: --data: the run's data are tests.dist.toys:images, and nothing says how")

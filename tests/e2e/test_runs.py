@@ -51,6 +51,8 @@ def test_one_process_leaves_a_run_folder(trained: Place) -> None:
         "result.json",
         "model.safetensors",
         "classes.json",
+        "evaluation.json",
+        "confusion.csv",
         ".lock",
     }
     assert names == expected | {events}
@@ -90,6 +92,7 @@ def test_eval_and_runs_agree_with_the_run(finished: Place) -> None:
     assert at_the_end[0] in evaluated.lines
     answer = json.loads((finished.attempt("done", "eval-001").path / "eval.json").read_text())
     metrics = result_of(finished, "done")["metrics"]
+    assert answer.pop("data") == "tests.dist.toys:images"
     assert answer == {"checkpoint": "step_00000016", "metrics": {name: metrics[name] for name in answer["metrics"]}}
     assert re.search(rf"^done +finished +16 +{at_the_end[1]} +[\d.]+ s$", finished.run("runs").output, re.MULTILINE)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import json
 import sys
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
 from trainer.data.bad_images import BadImages
-from trainer.data.folder import load_splits
+from trainer.data.folder import load_only, load_splits
 from trainer.data.idx import read_idx
 from trainer.data.images import EVALUATION, TRAINING, ImageSplit
 
@@ -93,6 +94,16 @@ def load_data(
     if classes and len(classes) != num_classes:
         raise ConfigError(f"data.num_classes is {num_classes} but {config.name} has {len(classes)} classes")
     return Data(train, evaluation, num_classes, classes, config.mean, config.std)
+
+
+def load_elsewhere(config: DataConfig, folder: Path, classes: Path, alive: Callable[[], None] = lambda: None) -> Data:
+    """`folder` in place of the evaluation split; nothing is to be trained. `classes` is the run's list of names."""
+    if not classes.exists():
+        raise ConfigError(f"--data: the run has no names of classes ({classes}) to match folders by")
+    names = tuple(json.loads(classes.read_text(encoding="utf-8")))
+    files, notes = load_only(folder, names, alive)
+    split = ImageSplit(files, EVALUATION, config)
+    return Data(split, split, len(names), names, config.mean, config.std, None, tuple(notes))
 
 
 def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,6 +102,29 @@ def load_splits(config: DataConfig, alive: Callable[[], None] = lambda: None) ->
         tuple(map(os.fsdecode, classes)),
         tuple(notes),
     )
+
+
+def load_only(
+    folder: Path, classes: Sequence[str], alive: Callable[[], None] = lambda: None
+) -> tuple[Files, list[str]]:
+    """The images of `folder`, whose class folders are numbered as in `classes`, and lines for the console.
+
+    Raises ConfigError where it holds none, or another class.
+    """
+    found = scan(folder, alive)
+    order = [os.fsencode(name) for name in classes]
+    if strangers := [os.fsdecode(name) for name in sorted(found.entries.keys() - set(order))]:
+        theirs, ours = (_some([repr(name) for name in names]) for names in (strangers, classes))
+        raise ConfigError(
+            f"--data: {folder} has {theirs}, which the run does not know as a class; it knows {ours}; rename or take "
+            "away the folder"
+        )
+    if not found.entries:
+        raise ConfigError(f"--data: {folder} has no folder of images; wanted is one for each class, by its name")
+    notes = _left_out(folder, found)
+    if missing := [name for name, raw in zip(classes, order, strict=True) if raw not in found.entries]:
+        notes.append(f"note: {len(missing)} of {len(classes)} classes have no image here: {_some(missing)}")
+    return _files(folder, found.entries, order), notes
 
 
 def _check_val(classes: list[bytes], val: Iterable[bytes], train_folder: Path, val_folder: Path) -> None:
