@@ -59,6 +59,10 @@ class AugmentConfig(Section):
     erasing: Fraction = Field(
         default=0.0, description="probability that a random rectangle of a training image is set to the mean"
     )
+    repeats: Count = Field(
+        default=1,
+        description="repeated augmentation: so many copies of an image in a row, each changed in its own way",
+    )
     mixup: NonNegative = Field(
         default=0.0, description="alpha of the Beta distribution by which images are mixed in pairs; 0: no mixup"
     )
@@ -140,6 +144,14 @@ class DataConfig(Section):
     max_bad_images: CountOrZero = Field(
         default=100, description="on_bad_image: skip gives up when it is more than these"
     )
+    sampling: Literal["shuffled", "balanced", "weighted"] = Field(
+        default="shuffled",
+        description="each sample once an epoch; or with replacement: every class equally often, or by sampling_weights",
+    )
+    sampling_weights: Annotated[tuple[NonNegative, ...], BeforeValidator(as_tuple)] | str | None = Field(
+        default=None,
+        description="weighted: a number for each class, or a text file with a number a line for each training sample",
+    )
     mean: PerChannel | None = Field(
         default=None, description="per channel, of pixels in [0, 1]; default: the data set's own"
     )
@@ -169,6 +181,14 @@ class DataConfig(Section):
             )
         if self.name == IMAGE_FOLDER and self.mean is not None and len(self.mean) not in (1, self.channels):
             raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_sampling(self) -> Self:
+        if (self.sampling == "weighted") != (self.sampling_weights is not None):
+            raise ValueError("sampling: weighted and sampling_weights go together")
+        if self.sampling != "shuffled" and self.augment.repeats > 1:
+            raise ValueError("augment.repeats goes with sampling: shuffled, where each image comes by once otherwise")
         return self
 
     @model_validator(mode="after")

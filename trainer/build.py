@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from configs.derive import BatchPlan
 from configs.errors import ConfigError
@@ -21,6 +21,7 @@ from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, 
 from trainer.data.mixing import Mixing
 from trainer.data.order import Order
 from trainer.data.policies import Policy
+from trainer.data.sampling import draw, sampling_weights
 from trainer.data.source import Source, build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
@@ -70,6 +71,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     mean, std = published_stats(config.model) or (None, None) if data.mean is None else (data.mean, data.std)
     preprocess = Preprocess(config.data.augment, config.seed, mean, std, context.dtype, device)
+    drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
     weight = context.together(lambda: class_weights(config.loss, data.num_classes, known_labels(data.train)))
     weight = weight if weight is None else weight.to(device)
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
@@ -79,7 +81,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     console = _console(run, context)
     saver = _saver(run, context, console)
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
-    order = _order(config, context, batch, len(data.train), device if residency == "device" else torch.device("cpu"))
+    place = device if residency == "device" else torch.device("cpu")
+    order = _order(config, context, batch, len(data.train), place, drawn_by)
     run.job = job = Job(
         config=config,
         context=context,
@@ -146,7 +149,14 @@ def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapS
     return context.together(lambda: (fetch(data.train), fetch(data.evaluation)))
 
 
-def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples: int, device: torch.device) -> Order:
+def _order(
+    config: RunConfig,
+    context: RunContext,
+    batch: BatchPlan,
+    num_samples: int,
+    device: torch.device,
+    weights: Tensor | None,
+) -> Order:
     return Order(
         num_samples=num_samples,
         seed=config.seed,
@@ -158,6 +168,8 @@ def _order(config: RunConfig, context: RunContext, batch: BatchPlan, num_samples
         device=device,
         num_shards=config.virtual_shards,
         unit=2 if config.data.augment.mixes else 1,
+        repeats=config.data.augment.repeats,
+        draw=None if weights is None else partial(draw, weights, config.seed),
     )
 
 

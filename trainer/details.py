@@ -72,10 +72,11 @@ class Details:
 
     def as_csv(self, classes: Sequence[str]) -> str:
         """The confusion matrix with names: a line for each class, a column for each answer."""
+        names = [name.encode("utf-8", "backslashreplace").decode() for name in classes]  # of folders: any bytes
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["class \\ answer", *classes])
-        writer.writerows([name, *row] for name, row in zip(classes, self.confusion.tolist(), strict=True))
+        writer.writerow(["class \\ answer", *names])
+        writer.writerows([name, *row] for name, row in zip(names, self.confusion.tolist(), strict=True))
         return text.getvalue()
 
     def describe(self, classes: Sequence[str], of: str) -> str:

@@ -83,7 +83,7 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             context.seed_dropout(job.config.seed, batch_number, *batch.parts[index])
         is_last = index == len(pieces) - 1
         with context.no_sync(job.module, when=not is_last):
-            piece_loss, signals = forward(job, batch, images, labels, batch.pieces[index])
+            piece_loss, signals = forward(job, batch, images, labels, batch.draws[index])
             loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
             if signals is None or not is_last:
                 piece_loss.backward(factor)
@@ -181,9 +181,9 @@ def gradient_factor(job: Job, batch: RankBatch) -> Tensor:
     return factor if context.scaler is None else context.scaler.scale(factor)
 
 
-def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, draws: Tensor) -> tuple[Tensor, Tensor | None]:
     """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
-    images, targets = job.preprocess.for_training(images, batch.epoch, ids), labels
+    images, targets = job.preprocess.for_training(images, batch.epoch, draws), labels
     if job.mixing is not None:
         images, targets = job.mixing(images, labels, batch.epoch, batch.index)
     if job.channels_last:

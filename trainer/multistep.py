@@ -59,7 +59,8 @@ class MultiStep:
         assert isinstance(job.source, ResidentSource)
         images, labels = job.source.gather(ids)
         job.account.enter(COMPUTE)
-        images = job.preprocess.for_training(images, batches[0].epoch, ids).unflatten(0, (self.count, -1))
+        draws = torch.cat([batch.draws[0] for batch in batches])
+        images = job.preprocess.for_training(images, batches[0].epoch, draws).unflatten(0, (self.count, -1))
         labels = labels.unflatten(0, (self.count, -1))
         self._note(job, batches, images, labels)
         step, per_epoch = job.state.step, job.order.batches_per_epoch

@@ -40,7 +40,8 @@ class _Trial:
     def step(self, size: int) -> None:
         """One real update with micro-batches of `size`; twice where the run would accumulate, as gradients stay."""
         times = 2 if self.accumulates or size < len(self.ids) else 1
-        batch = RankBatch(0, 0, times * size, [self.ids[:size]] * times, False, [(0, i) for i in range(times)])
+        pieces = [self.ids[:size]] * times
+        batch = RankBatch(0, 0, times * size, pieces, False, pieces, [(0, i) for i in range(times)])
         train_step(self.job, batch, [(self.images[:size], self.labels[:size])] * times)
         settle(self.job)
 

@@ -52,6 +52,12 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": {"name": "bce", "class_weights": [1.0, 2.0, 1.0, 0.5]},
         "max_per_device_batch_size": 3,
     },
+    "balanced": {"data__sampling": "balanced", "data__augment": {"shift": 1}, "log__sample_ids": True},
+    "repeated": {
+        "data__augment": {"repeats": 3, "shift": 1, "color_jitter": [0.4, 0.4, 0.4]},
+        "data__residency": "stream",
+        "data__num_workers": 1,
+    },
     "fp16, skipped": {
         "mixed_precision": "fp16",
         "optim": SGD,

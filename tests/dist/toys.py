@@ -23,7 +23,7 @@ class Images:
 
     def __init__(self, size: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.labels = torch.randint(0, 4, (size,), generator=generator)
+        self.labels = self.targets = torch.randint(0, 4, (size,), generator=generator)
         self.images = torch.randint(0, 128, (size, 1, 8, 8), generator=generator, dtype=torch.uint8)
         for image, label in zip(self.images, self.labels.tolist(), strict=True):
             image[0, 4 * (label // 2) : 4 * (label // 2) + 4, 4 * (label % 2) : 4 * (label % 2) + 4] += 100

@@ -53,7 +53,7 @@ class Preprocess:
         self.std = None if std is None else torch.tensor(std, dtype=dtype, device=device).view(1, -1, 1, 1)
 
     def for_training(self, images: Tensor, epoch: int, ids: Tensor) -> Tensor:
-        """Augment and normalise; `ids` (B,) int64 are the samples' indices in the training split."""
+        """Augment and normalise; `ids` (B,) int64 are RankBatch.draws."""
         augment = self.augment
         if augment.shift:
             dy, dx = (self._draw(kind, epoch, ids, 2 * augment.shift + 1) for kind in (_SHIFT_Y, _SHIFT_X))

@@ -33,13 +33,14 @@ class ImageSplit:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.sample(0, 0, index)
 
-    def sample(self, seed: int, epoch: int, index: int) -> tuple[Tensor, int]:
-        """The image, uint8 (channels, H, W), and its class; a random crop is that of (seed, epoch, index).
+    def sample(self, seed: int, epoch: int, draw: int) -> tuple[Tensor, int]:
+        """The image, uint8 (channels, H, W), and its class; a random crop is that of (seed, epoch, draw),
+        where draw is the index, or that plus a multiple of the number of images: see RankBatch.draws.
 
         In place of one that cannot be decoded it is the first after it that can be, from the last on to the first: the
         same one whoever reads it, and as often as it is read.
         """
-        view, bad = self._view(seed, epoch, index), list[tuple[str, str]]()
+        view, bad, index = self._view(seed, epoch, draw), list[tuple[str, str]](), draw % len(self)
         for number in (*range(index, len(self)), *range(index)):
             path = self.files.path(number)
             try:
@@ -62,12 +63,12 @@ class ImageSplit:
             assert self.bad is not None
             self.bad.add(path, why, instead)
 
-    def _view(self, seed: int, epoch: int, index: int) -> View:
+    def _view(self, seed: int, epoch: int, draw: int) -> View:
         side, augment = self.config.image_size, self.config.augment
         if side is None:
             return whole
         if self.name == TRAINING and augment.crop_scale is not None:
-            return random_view(key_of(seed, epoch, CROP, index), side, augment.crop_scale, augment.crop_ratio)
+            return random_view(key_of(seed, epoch, CROP, draw), side, augment.crop_scale, augment.crop_ratio)
         return centre_view(side, self.config.resize_size or round(side * 8 / 7))
 
     def _read(self, path: str, view: View) -> Tensor:

@@ -6,7 +6,7 @@ https://doi.org/10.1145/2660193.2660195): output i of the generator seeded with 
 (key, i), so nothing is carried and any element can be computed alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,6 +89,9 @@ class RankBatch:
     """Sample indices of each micro-batch, int64. One dummy sample where this rank has none: see `is_dummy`."""
     is_dummy: bool
     """The rank has no sample in this batch: it takes part in the collectives with weight zero."""
+    draws: list[Tensor]
+    """Of each micro-batch, int64: the samples' indices, plus as many times the size of the split as to tell apart the
+    draws of one sample in an epoch. What is random about an image is keyed by them."""
     parts: list[tuple[int, int]]
     """Of each micro-batch: the part of the global batch that it is of, a rank's or a virtual shard's, and its number
     in that part. Keys of what a network draws by itself."""
@@ -138,6 +141,10 @@ class Order:
     num_shards: int = 0
     unit: int = 1
     """Samples that are never parted: 2 where pairs are mixed."""
+    repeats: int = 1
+    """How often a sample comes by in a row, each time with other randomness. Epochs keep their length."""
+    draw: Callable[[int], Tensor] | None = None
+    """The samples of an epoch, int64 (num_samples,), where not each is drawn once."""
 
     @cached_property
     def batches_per_epoch(self) -> int:
@@ -145,22 +152,36 @@ class Order:
 
     def global_batch(self, epoch: int, index: int) -> Tensor:
         """Sample indices of a whole global batch, over all ranks."""
-        permutation = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
-        return permutation[index * self.global_batch_size :][: self.global_batch_size]
+        return self._draws(epoch)[index * self.global_batch_size :][: self.global_batch_size] % self.num_samples
+
+    def _draws(self, epoch: int) -> Tensor:
+        """Of the whole epoch, in its order; see RankBatch.draws."""
+        if self.draw is None and self.repeats == 1:
+            return epoch_permutation(self.num_samples, self.seed, epoch, self.device)
+        places = torch.arange(self.num_samples, device=self.device)
+        if self.draw is not None:
+            return self.draw(epoch).to(self.device) + self.num_samples * places
+        order = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
+        return order[places // self.repeats] + self.num_samples * (places % self.repeats)
+
+    def _indices(self, draws: list[Tensor]) -> list[Tensor]:
+        if self.draw is None and self.repeats == 1:
+            return draws
+        return [draw % self.num_samples for draw in draws]
 
     def _part_of(self, epoch: int, index: int, ids: Tensor) -> RankBatch:
         if self.num_shards:
             start, stop = slice_bounds(self.num_shards, self.rank, self.world_size)
-            pieces, parts = cut_into_shards(ids, range(start, stop), self.num_shards, self.max_micro_batch, self.unit)
-            return RankBatch(epoch, index, len(ids), pieces, False, parts)
-        pieces, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch, self.unit)
-        return RankBatch(epoch, index, len(ids), pieces, is_dummy, [(self.rank, i) for i in range(len(pieces))])
+            draws, parts = cut_into_shards(ids, range(start, stop), self.num_shards, self.max_micro_batch, self.unit)
+            return RankBatch(epoch, index, len(ids), self._indices(draws), False, draws, parts)
+        draws, is_dummy = cut_for_rank(ids, self.rank, self.world_size, self.max_micro_batch, self.unit)
+        parts = [(self.rank, i) for i in range(len(draws))]
+        return RankBatch(epoch, index, len(ids), self._indices(draws), is_dummy, draws, parts)
 
     def batches(self, epoch: int, first: int) -> Iterator[RankBatch]:
         """Batches from position (epoch, first) on, without end. A position in the middle costs nothing to reach."""
         while True:
-            permutation = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
-            cuts = permutation.split(self.global_batch_size)
+            cuts = self._draws(epoch).split(self.global_batch_size)
             for index in range(first, self.batches_per_epoch):
                 ids = cuts[index]
                 yield self._part_of(epoch, index, ids)

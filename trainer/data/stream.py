@@ -25,7 +25,8 @@ _EVALUATION = -1
 
 
 class KeyedSamples:
-    """Reads sample (epoch, index) with Python's, NumPy's and torch's global generators seeded by (seed, epoch, index).
+    """Reads sample (epoch, draw), see RankBatch.draws, with Python's, NumPy's and torch's global generators seeded by
+    (seed, epoch, draw).
 
     So a user's random transform gives the same result in any worker, on any rank and after any resume.
     """
@@ -36,17 +37,18 @@ class KeyedSamples:
         self.num_classes = num_classes
 
     def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        epoch, index = sample
-        image, label = self._read_one(epoch, index)
+        epoch, draw = sample
+        image, label = self._read_one(epoch, draw)
         if self.policy is not None and epoch != _EVALUATION:
-            image = self.policy(image, key_of(self.seed, epoch, POLICY, index))
+            image = self.policy(image, key_of(self.seed, epoch, POLICY, draw))
         return image, label
 
-    def _read_one(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+    def _read_one(self, epoch: int, draw: int) -> tuple[Tensor, Tensor]:
         if isinstance(self.split, ImageSplit):  # draws by the key itself
-            image, label = self.split.sample(self.seed, epoch, index)
+            image, label = self.split.sample(self.seed, epoch, draw)
             return image, torch.tensor(label)
-        key = key_of(self.seed, epoch - _EVALUATION, index)
+        index = draw % len(self.split)
+        key = key_of(self.seed, epoch - _EVALUATION, draw)
         random.seed(key)
         np.random.seed(key % 2**32)
         torch.manual_seed(key % 2**63)
@@ -62,7 +64,7 @@ class KeyedSamples:
             except LockstepError:
                 raise
             except Exception as error:
-                raise _unreadable(sample[1], error) from None
+                raise _unreadable(sample[1] % len(self.split), error) from None
         return _collate(samples)
 
 
@@ -121,9 +123,9 @@ class StreamSource:
     def training(self, batches: Iterator[RankBatch]) -> Iterator[tuple[RankBatch, list[tuple[Tensor, Tensor]]]]:
         """Each batch with the images and labels of its micro-batches. One set of workers serves the whole run."""
         ours, ahead = tee(batches)
-        workers = self._start(_request(batch.epoch, ids.tolist()) for batch in ahead for ids in batch.pieces)
+        workers = self._start(_request(batch.epoch, draws.tolist()) for batch in ahead for draws in batch.draws)
         for batch in ours:
-            requests = (_request(batch.epoch, ids.tolist()) for ids in batch.pieces)
+            requests = (_request(batch.epoch, draws.tolist()) for draws in batch.draws)
             yield batch, [self._to_device(workers.next(request)) for request in requests]
 
     def evaluation(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
