@@ -122,18 +122,39 @@ def warmup_steps(config: RunConfig, num_batches_per_epoch: int) -> int:
     return round(0.3 * total_steps(config, num_batches_per_epoch)) if schedule.name == "one_cycle" else 0
 
 
+def peak_lr(config: RunConfig) -> float:
+    """optim.lr, times what optim.lr_scaling says: linear as in Goyal et al., https://arxiv.org/abs/1706.02677; sqrt as
+    Krizhevsky, https://arxiv.org/abs/1404.5997."""
+    if config.optim.lr_scaling == "none":
+        return config.optim.lr
+    assert config.global_batch_size is not None
+    ratio = config.global_batch_size / config.optim.lr_base_batch
+    return config.optim.lr * (ratio if config.optim.lr_scaling == "linear" else math.sqrt(ratio))
+
+
+def describe_lr(config: RunConfig) -> str:
+    """How the peak came about, where it is not the number in the settings; else nothing."""
+    if config.optim.lr_scaling == "none":
+        return ""
+    ratio = f"{config.global_batch_size}/{config.optim.lr_base_batch}"
+    factor = ratio if config.optim.lr_scaling == "linear" else f"sqrt({ratio})"
+    return f"lr {config.optim.lr:g} x {factor} = {peak_lr(config):.6g}"
+
+
 def lr_at(step: int, config: RunConfig, num_batches_per_epoch: int) -> float:
     """Learning rate of the update that follows `step` completed ones.
 
     cosine: Loshchilov & Hutter, https://arxiv.org/abs/1608.03983, without restarts. one_cycle: cosine up from lr/25,
     then cosine down, Smith & Topin, https://arxiv.org/abs/1708.07120; the final value is that after the last update.
     """
-    schedule, peak = config.schedule, config.optim.lr
+    schedule, peak = config.schedule, peak_lr(config)
     warmup, total = warmup_steps(config, num_batches_per_epoch), total_steps(config, num_batches_per_epoch)
     final = peak * schedule.final_lr_fraction
     if step < warmup:
         if schedule.name == "one_cycle":
             return _cosine_between(peak / 25, peak, step / warmup)
+        if schedule.warmup_start_fraction:
+            return peak * (schedule.warmup_start_fraction + (1 - schedule.warmup_start_fraction) * step / warmup)
         return peak * (step + 1) / warmup
     if schedule.name in ("cosine", "one_cycle"):
         return _cosine_between(peak, final, min(1.0, (step - warmup) / max(1, total - warmup)))

@@ -114,6 +114,12 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _batch_to_scale_by(self) -> Self:
+        if self.optim.lr_scaling != "none" and self.global_batch_size is None:
+            raise ValueError("optim.lr_scaling needs global_batch_size, which the number of processes does not change")
+        return self
+
+    @model_validator(mode="after")
     def _one_start(self) -> Self:
         if self.init_from is not None and self.model.weights is not None:
             raise ValueError("init_from and model.weights are two things to start from; give one")

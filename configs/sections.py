@@ -75,6 +75,14 @@ class OptimConfig(Section):
 
     name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="sgd, adam or adamw")
     lr: NonNegative = Field(default=0.1, description="peak learning rate; never scaled behind your back")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="linear or sqrt: lr is for a batch of lr_base_batch and grows with global_batch_size, or its root",
+    )
+    lr_base_batch: Count = Field(default=256, description="lr_scaling: the global batch that lr is for")
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=1.0, description="each block of the network learns at this fraction of the rate of the one after it"
+    )
     momentum: Fraction = Field(default=0.0, description="sgd only")
     nesterov: bool = Field(default=False, description="sgd only, needs momentum > 0")
     betas: PerChannel = Field(default=(0.9, 0.999), description="adam and adamw only")
@@ -103,6 +111,9 @@ class ScheduleConfig(Section):
     )
     warmup_steps: CountOrZero | None = Field(default=None, description="linear warm-up, in steps; or warmup_epochs")
     warmup_epochs: NonNegative | None = Field(default=None, description="linear warm-up, in epochs; or warmup_steps")
+    warmup_start_fraction: Fraction = Field(
+        default=0.0, description="the warm-up begins with this fraction of lr; 0: with the first of its equal steps"
+    )
     final_lr_fraction: Fraction = Field(default=0.0, description="cosine and one_cycle end at this fraction of lr")
     step_every_epochs: Positive = Field(default=30.0, description="step: decay after this many epochs")
     step_factor: Fraction = Field(default=0.1, description="step: multiply by this")

@@ -53,10 +53,9 @@ def _evaluates(layer: nn.Module, _inputs: Any) -> None:
 def recompute_blocks(model: nn.Module) -> str:
     """Keep only what goes into each block, and compute the rest again when its gradient is; returns what to say of it.
 
-    Blocks are the parts of the network's sequences that have parts themselves (a residual block, an encoder layer).
     Chen et al., https://arxiv.org/abs/1604.06174.
     """
-    blocks = list(_blocks(model))
+    blocks = list(blocks_of(model))
     if not blocks:
         raise ConfigError("model.checkpointing: the network has no sequence of blocks; leave it out")
     for block in blocks:
@@ -65,13 +64,14 @@ def recompute_blocks(model: nn.Module) -> str:
     return f"memory     {len(blocks)} blocks are computed again in the backward pass"
 
 
-def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The parts of sequences that have parts themselves: residual blocks, encoder layers; in their order."""
     for child in module.children():
         inside = isinstance(module, nn.Sequential | nn.ModuleList)
         if inside and not isinstance(child, nn.Sequential | nn.ModuleList) and next(child.children(), None) is not None:
             yield child
         else:
-            yield from _blocks(child)
+            yield from blocks_of(child)
 
 
 def _contexts(block: nn.Module) -> tuple[Any, Any]:

@@ -6,20 +6,44 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from configs.errors import ConfigError
 from configs.sections import OptimConfig
+from trainer.frozen import blocks_of
 from trainer.optimizer import Group, Optimizer
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
-    """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if config.decay_norm_and_bias or config.weight_decay == 0:
-        return [{"params": trained, "weight_decay": config.weight_decay}]
-    groups: list[Group] = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions. With
+    layer_decay both once for each layer."""
+    scales, groups = layer_scales(model, config.layer_decay), dict[tuple[float, float], Group]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = config.decay_norm_and_bias or parameter.ndim >= 2
+            decay, scale = config.weight_decay if decays else 0.0, scales[name]
+            group = groups.setdefault((scale, -decay), {"params": [], "weight_decay": decay, "lr_scale": scale})
+            group["params"].append(parameter)
+    return [groups[key] for key in sorted(groups)]
+
+
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """What the learning rate of each parameter is multiplied by: `decay` to the number of layers after its own.
+
+    Layers are what comes before the first block, each block, and what comes after the last, as for BEiT (Bao et al.,
+    https://arxiv.org/abs/2106.08254). What lies between two blocks belongs to the one before it.
+    Raises ConfigError where the network has no sequence of blocks.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if decay == 1.0:
+        return dict.fromkeys(names, 1.0)
+    blocks = [{id(parameter) for parameter in block.parameters()} for block in blocks_of(model)]
+    if not blocks:
+        raise ConfigError("optim.layer_decay: the network has no sequence of blocks; leave it out")
+    layer, layers = 0, dict[str, int]()
+    for name, parameter in model.named_parameters():
+        own = next((number for number, block in enumerate(blocks, 1) if id(parameter) in block), None)
+        layer = own if own is not None else len(blocks) + 1 if layer == len(blocks) else layer
+        layers[name] = layer
+    return {name: decay ** (len(blocks) + 1 - number) for name, number in layers.items()}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:

@@ -18,6 +18,8 @@ class Group(TypedDict):
 
     params: list[nn.Parameter]
     weight_decay: float
+    lr_scale: float
+    """What the learning rate is multiplied by."""
 
 
 class Optimizer:
@@ -56,19 +58,19 @@ class Optimizer:
                 return
             found_inf = None  # only the fused kernels take one
         for group in self.param_groups:
-            kernel([p for p in group["params"] if p.grad is not None], group["weight_decay"], found_inf)
+            kernel([p for p in group["params"] if p.grad is not None], group, found_inf)
 
     def _entries(self, params: list[nn.Parameter], name: str) -> list[Tensor]:
         return [self.state[p][name] for p in params]
 
-    def _sgd(self, params: list[nn.Parameter], weight_decay: float, found_inf: Tensor | None) -> None:
+    def _sgd(self, params: list[nn.Parameter], group: Group, found_inf: Tensor | None) -> None:
         config = self._config
         gradients = [p.grad for p in params if p.grad is not None]
         buffers = self._entries(params, "momentum_buffer") if config.momentum else []
         settings: dict[str, Any] = {
-            "weight_decay": weight_decay,
+            "weight_decay": group["weight_decay"],
             "momentum": config.momentum,
-            "lr": self.lr,
+            "lr": self.lr * group["lr_scale"],
             "dampening": 0.0,
             "nesterov": config.nesterov,
             "maximize": False,
@@ -80,7 +82,7 @@ class Optimizer:
             scaled: dict[str, Any] = {"grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
             torch._fused_sgd_(list[Tensor](params), gradients, buffers, is_first_step=False, **scaled, **settings)
 
-    def _adam(self, params: list[nn.Parameter], weight_decay: float, found_inf: Tensor | None) -> None:
+    def _adam(self, params: list[nn.Parameter], group: Group, found_inf: Tensor | None) -> None:
         adam(
             params,  # type: ignore[arg-type]  # a list of parameters is one of tensors
             [p.grad for p in params if p.grad is not None],
@@ -96,8 +98,8 @@ class Optimizer:
             amsgrad=False,
             beta1=self._config.betas[0],
             beta2=self._config.betas[1],
-            lr=self.lr,
-            weight_decay=weight_decay,
+            lr=self.lr * group["lr_scale"],
+            weight_decay=group["weight_decay"],
             eps=self._config.eps,
             maximize=False,
         )

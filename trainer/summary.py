@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from configs.contract import WorkerPlan, write_atomically
-from configs.derive import BatchPlan, counted, lr_plan, plan_batches
+from configs.derive import BatchPlan, counted, describe_lr, lr_plan, plan_batches
 from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.sections import ExpectConfig
@@ -50,9 +50,19 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) ->
         *_smaller_than_wanted(job, plan, batch),
         f"steps      {job.total_steps} = {length} of {per_epoch}",
         f"optimizer  {config.optim.name}, {config.schedule.name}: lr at 0/25/50/75/100 % = {rates}",
+        *([f"lr         {how}"] if (how := _how_lr(job)) else []),
         *choices.lines(job, plan),
         f"runtime    {plan.world_size} x {plan.device}, {threads}, torch {torch.__version__}",
     ]
+
+
+def _how_lr(job: Job) -> str:
+    """What the learning rate is made of, where it is not the one in the settings for all parameters."""
+    parts = [describe_lr(job.config)]
+    if job.config.optim.layer_decay != 1.0:
+        scales = sorted({group["lr_scale"] for group in job.optimizer.param_groups})
+        parts.append(f"{len(scales)} layers, the first at {scales[0]:.3g} of it")
+    return "; ".join(part for part in parts if part)
 
 
 def _smaller_than_wanted(job: Job, plan: WorkerPlan, batch: BatchPlan) -> list[str]:

@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 
 from configs.derive import (
+    describe_lr,
     lr_at,
+    peak_lr,
     plan_batches,
     resolve_precision,
     resolve_workers,
@@ -267,3 +269,30 @@ def test_shards_divide_over_the_processes_and_all_have_samples() -> None:
         plan_batches(config(virtual_shards=4, global_batch_size=12), 3)
     with pytest.raises(ConfigError, match="global_batch_size=2 is smaller than virtual_shards=4"):
         plan_batches(config(virtual_shards=4, global_batch_size=2), 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "peak", "said"),
+    [
+        ("none", 0.1, ""),
+        ("linear", 0.4, "lr 0.1 x 1024/256 = 0.4"),
+        ("sqrt", 0.2, "lr 0.1 x sqrt(1024/256) = 0.2"),
+    ],
+)
+def test_the_rate_grows_with_the_batch_where_that_is_asked_for(rule: str, peak: float, said: str) -> None:
+    settings = {"max_epochs": 1, "global_batch_size": 1024, "optim": {"lr": 0.1, "lr_scaling": rule}}
+    config = RunConfig.model_validate(settings)
+    assert peak_lr(config) == pytest.approx(peak)
+    assert lr_at(0, config, 10) == pytest.approx(peak)
+    assert describe_lr(config) == said
+
+
+def test_a_rate_that_grows_with_the_batch_needs_one() -> None:
+    with pytest.raises(ValueError, match=r"lr_scaling needs global_batch_size"):
+        RunConfig.model_validate({"max_epochs": 1, "per_device_batch_size": 8, "optim": {"lr_scaling": "linear"}})
+
+
+def test_a_warm_up_from_a_fraction() -> None:
+    schedule = {"warmup_steps": 4, "warmup_start_fraction": 0.2}
+    config = RunConfig.model_validate({"max_epochs": 1, "global_batch_size": 8, "schedule": schedule})
+    assert [lr_at(step, config, 10) for step in range(6)] == pytest.approx([0.02, 0.04, 0.06, 0.08, 0.1, 0.1])

@@ -7,13 +7,16 @@ import pytest
 import torch
 import torch._inductor.utils  # imported late by torch, and changes the environment
 from torch import Tensor, nn
+from torchvision.models import resnet18, vit_b_16
 
+from configs.errors import ConfigError
 from configs.sections import OptimConfig
 from trainer.optim import (
     Ema,
     apply_update,
     averaged_tensors,
     build_optimizer,
+    layer_scales,
     parameter_groups,
     persistent_buffers,
 )
@@ -258,3 +261,17 @@ def test_averaged_tensors_are_the_live_ones() -> None:
     live: dict[str, Tensor] = averaged_tensors(model)
     assert live["running_mean"] is model.running_mean
     assert live["weight"] is model.weight
+
+
+def test_layers_of_well_known_networks() -> None:
+    scales = layer_scales(resnet18(), 0.5)
+    assert scales["conv1.weight"] == 0.5**9
+    assert scales["layer1.0.conv1.weight"] == 0.5**8
+    assert scales["layer4.1.bn2.bias"] == 0.5
+    assert scales["fc.weight"] == 1.0
+    scales = layer_scales(vit_b_16(), 0.75)
+    assert scales["class_token"] == scales["conv_proj.weight"] == scales["encoder.pos_embedding"] == 0.75**13
+    assert scales["encoder.layers.encoder_layer_11.mlp.0.weight"] == 0.75
+    assert scales["encoder.ln.weight"] == scales["heads.head.weight"] == 1.0
+    with pytest.raises(ConfigError, match="no sequence of blocks"):
+        layer_scales(nn.Linear(1, 1), 0.5)

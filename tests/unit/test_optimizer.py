@@ -94,3 +94,32 @@ for name in ("sgd", "adam", "adamw"):
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_layers_have_rates_of_their_own(config: dict[str, Any]) -> None:
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(*(nn.Sequential(nn.ModuleDict({"a": nn.Linear(4, 4)})) for _ in range(2)))
+        return nn.ModuleDict({"stem": nn.Linear(4, 4), "blocks": blocks, "head": nn.Linear(4, 4)})
+
+    model, other = net(), net()
+    ours = build_optimizer(model, OptimConfig(weight_decay=0.1, layer_decay=0.5, **config), CPU)
+    rates = {"stem": 0.125, "blocks.0": 0.25, "blocks.1": 0.5, "head": 1.0}
+    groups = [
+        {
+            "params": [p for n, p in other.named_parameters() if n.startswith(start) and n.endswith(end)],
+            "lr": 0.1 * rate,
+            "weight_decay": 0.1 if end == "weight" else 0.0,
+        }
+        for start, rate in rates.items()
+        for end in ("weight", "bias")
+    ]
+    arguments = {key: value for key, value in config.items() if key != "name"}
+    theirs = CLASSES[config["name"]](groups, fused=True, **arguments)
+    ours.lr = 0.1
+    for _ in zip(gradients(model), gradients(other), strict=True):
+        ours.step()
+        theirs.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, dict(other.named_parameters())[name]), name
