@@ -73,7 +73,10 @@ class LossConfig(Section):
 class OptimConfig(Section):
     """The optimizer."""
 
-    name: Literal["sgd", "adam", "adamw"] = Field(default="sgd", description="sgd, adam or adamw")
+    name: Literal["sgd", "adam", "adamw", "rmsprop", "lamb", "lion", "muon"] = Field(
+        default="sgd",
+        description="sgd, adam, adamw, rmsprop; lamb and lion by timm; muon, with adamw for all but inner matrices",
+    )
     lr: NonNegative = Field(default=0.1, description="peak learning rate; never scaled behind your back")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         default="none",
@@ -83,21 +86,27 @@ class OptimConfig(Section):
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=1.0, description="each block of the network learns at this fraction of the rate of the one after it"
     )
-    momentum: Fraction = Field(default=0.0, description="sgd only")
-    nesterov: bool = Field(default=False, description="sgd only, needs momentum > 0")
-    betas: PerChannel = Field(default=(0.9, 0.999), description="adam and adamw only")
-    eps: Positive = Field(default=1e-8, description="adam and adamw only")
-    weight_decay: NonNegative = Field(default=0.0, description="L2 penalty with sgd and adam, decoupled with adamw")
+    momentum: Fraction = Field(default=0.0, description="sgd, rmsprop and muon only")
+    nesterov: bool = Field(default=False, description="sgd and muon only, needs momentum > 0")
+    betas: PerChannel = Field(
+        default=(0.9, 0.999), description="adam, adamw, lamb and lion only; rmsprop takes the second for its alpha"
+    )
+    eps: Positive = Field(default=1e-8, description="adam, adamw, lamb and rmsprop only")
+    weight_decay: NonNegative = Field(
+        default=0.0, description="L2 penalty with sgd, adam, rmsprop and lamb, decoupled with adamw, lion and muon"
+    )
     decay_norm_and_bias: bool = Field(default=False, description="apply weight_decay to norms and biases too")
     max_grad_norm: Positive | None = Field(default=None, description="clip the norm of the whole gradient to this")
     fused: bool | None = Field(default=None, description="one kernel per update; default: where torch has it")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.nesterov and (self.name != "sgd" or self.momentum == 0):
+        if self.nesterov and (self.name not in ("sgd", "muon") or self.momentum == 0):
             raise ValueError("nesterov needs name: sgd and momentum > 0")
-        if self.name != "sgd" and self.momentum:
+        if self.name not in ("sgd", "rmsprop", "muon") and self.momentum:
             raise ValueError(f"momentum is for sgd; {self.name} takes betas")
+        if self.name == "muon" and not self.momentum:
+            raise ValueError("muon needs momentum, such as 0.95")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas are two numbers in [0, 1), got {list(self.betas)}")
         return self

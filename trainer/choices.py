@@ -39,6 +39,8 @@ def lines(job: Job, plan: WorkerPlan) -> list[str]:
 
 
 def _update(job: Job, device: str) -> str:
+    if job.config.optim.name not in ("sgd", "adam", "adamw"):
+        return f"{job.config.optim.name}, by functions of torch's and timm's; waits for the outcome of each step"
     kernels = "one fused kernel" if job.optimizer.fused else "foreach kernels"
     automatic = f"auto: torch has {'one' if job.optimizer.fused else 'no fused one'} for {device}"
     return with_reason(kernels, automatic if job.config.optim.fused is None else "")

@@ -200,13 +200,13 @@ def _is_of_library(name: str) -> bool:
     return torchvision_name(name) is not None or name.startswith("timm/")
 
 
-def import_timm() -> Any:
+def import_timm(wanted: str = "model.name: timm/NAME") -> Any:
     """timm, which is not installed with the rest. Raises EnvironmentProblem if it is missing."""
     try:
         import timm
     except ModuleNotFoundError as error:
         raise EnvironmentProblem(
-            "model.name: timm/NAME needs timm, which is not installed: make setup PIP_ARGS=timm, or pip install timm"
+            f"{wanted} needs timm, which is not installed: make setup PIP_ARGS=timm, or pip install timm"
         ) from error
     return timm
 

@@ -10,18 +10,23 @@ from configs.errors import ConfigError
 from configs.sections import OptimConfig
 from trainer.frozen import blocks_of
 from trainer.optimizer import Group, Optimizer
+from trainer.updates import check_installed
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
     """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions. With
     layer_decay both once for each layer."""
-    scales, groups = layer_scales(model, config.layer_decay), dict[tuple[float, float], Group]()
+    scales, groups = layer_scales(model, config.layer_decay), dict[tuple[float, float, str], Group]()
+    head = [name for name, parameter in model.named_parameters() if parameter.ndim == 2][-1:]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             decays = config.decay_norm_and_bias or parameter.ndim >= 2
             decay, scale = config.weight_decay if decays else 0.0, scales[name]
-            group = groups.setdefault((scale, -decay), {"params": [], "weight_decay": decay, "lr_scale": scale})
-            group["params"].append(parameter)
+            # Muon is for matrices between features; the head, norms, biases and convolutions go by AdamW.
+            by_adamw = config.name == "muon" and (parameter.ndim != 2 or name in head)
+            update = "adamw" if by_adamw else config.name
+            new: Group = {"params": [], "weight_decay": decay, "lr_scale": scale, "update": update}
+            groups.setdefault((scale, -decay, update), new)["params"].append(parameter)
     return [groups[key] for key in sorted(groups)]
 
 
@@ -48,7 +53,10 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:
     """The optimizer of `model`'s parameters; its learning rate is set before each update."""
-    fused = device.type in ("cpu", "cuda") if config.fused is None else config.fused
+    check_installed(config.name)
+    fused = config.name in ("sgd", "adam", "adamw") and (
+        device.type in ("cpu", "cuda") if config.fused is None else config.fused
+    )
     return Optimizer(parameter_groups(model, config), config, fused=fused)
 
 

@@ -1,6 +1,7 @@
-"""SGD, Adam and AdamW by torch's own kernels, without torch.optim.Optimizer around them."""
+"""SGD, Adam and AdamW by torch's own kernels, and others by functions, without torch.optim.Optimizer around them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from configs.sections import OptimConfig
+from trainer.updates import STATE, UPDATES
 
 
 class Group(TypedDict):
@@ -20,6 +22,8 @@ class Group(TypedDict):
     weight_decay: float
     lr_scale: float
     """What the learning rate is multiplied by."""
+    update: str
+    """Its name: sgd, adam, adamw, or one in updates.py."""
 
 
 class Optimizer:
@@ -36,20 +40,20 @@ class Optimizer:
         self.lr = config.lr
         self.guard: Tensor | None = None
         self._config = config
-        self.state = {p: self._initial(p) for group in self.param_groups for p in group["params"]}
+        self.state = {p: self._initial(p, group["update"]) for group in self.param_groups for p in group["params"]}
 
-    def _initial(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        config = self._config
-        if config.name == "sgd":
-            return {"momentum_buffer": torch.zeros_like(parameter)} if config.momentum else {}
-        # The fused kernel reads the counter where the parameter is, the other one on the host.
-        step = torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
-        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    def _initial(self, parameter: nn.Parameter, update: str) -> dict[str, Tensor]:
+        if update == "sgd":
+            names: tuple[str, ...] = ("momentum_buffer",) if self._config.momentum else ()
+        else:
+            names = STATE.get(update, ("step", "exp_avg", "exp_avg_sq"))
+        # The fused kernel reads the counter where the parameter is, the others on the host.
+        counter = torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
+        return {name: counter if name == "step" else torch.zeros_like(parameter) for name in names}
 
     @torch.no_grad()
     def step(self) -> None:
         """Update all parameters that have a gradient, with learning rate `lr`."""
-        kernel = self._sgd if self._config.name == "sgd" else self._adam
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if self.guard is not None:
             found_inf = self.guard if found_inf is None else torch.maximum(self.guard, found_inf)
@@ -58,7 +62,14 @@ class Optimizer:
                 return
             found_inf = None  # only the fused kernels take one
         for group in self.param_groups:
-            kernel([p for p in group["params"] if p.grad is not None], group, found_inf)
+            params, name = [p for p in group["params"] if p.grad is not None], group["update"]
+            if name == "sgd":
+                self._sgd(params, group, found_inf)
+            elif name in ("adam", "adamw"):
+                self._adam(params, group, found_inf)
+            elif params:
+                entries, lr = partial(self._entries, params), self.lr * group["lr_scale"]
+                UPDATES[name](params, entries, self._config, lr, group["weight_decay"])
 
     def _entries(self, params: list[nn.Parameter], name: str) -> list[Tensor]:
         return [self.state[p][name] for p in params]
@@ -94,7 +105,7 @@ class Optimizer:
             fused=self.fused,
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
-            decoupled_weight_decay=self._config.name == "adamw",
+            decoupled_weight_decay=group["update"] == "adamw",
             amsgrad=False,
             beta1=self._config.betas[0],
             beta2=self._config.betas[1],

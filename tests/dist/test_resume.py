@@ -52,6 +52,8 @@ COSINE = {"name": "cosine", "warmup_steps": 3}
         (3, {"model": {"name": "tests.dist.toys:WithDropout"}, "ema__half_life_samples": 40.0}),
         (3, {"model": {"name": "tests.dist.toys:WithBatchNorm"}, "optim": {"name": "sgd", "momentum": 0.9}}),
         (2, {"model": {"name": "tests.dist.toys:WithDropout"}, "mixed_precision": "fp16"}),
+        (2, {"optim": {"name": "muon", "lr": 0.01, "momentum": 0.9}, "model": {"name": "tests.dist.toys:WithDropout"}}),
+        (1, {"optim": {"name": "rmsprop", "momentum": 0.9}, "model": {"name": "tests.dist.toys:WithDropout"}}),
     ],
     ids=lambda value: str(value) if isinstance(value, int) else "-".join(str(v) for v in value.values())[:60],
 )
@@ -63,6 +65,16 @@ def test_resume_is_bit_identical(tmp_path: Path, world_size: int, changes: dict[
     resumed = finished(tmp_path / "cut", config, world_size)
     assert "resume     step_00000006: epoch 0, step 6" in resumed.log()
     assert_same_ending(resumed, whole)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lion"])
+def test_resume_is_bit_identical_with_timms_optimizers(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("timm")
+    optim = {"name": name, "lr": 0.001, "weight_decay": 0.1}
+    config = tiny_config(optim=optim, checkpoint__every_steps=3, model={"name": "tests.dist.toys:Mortal"})
+    whole = finished(tmp_path / "whole", config, 2)
+    killed(tmp_path / "cut", config, 2, 7)
+    assert_same_ending(finished(tmp_path / "cut", config, 2), whole)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -28,6 +28,12 @@ CASES: dict[str, dict[str, Any]] = {
     "batchnorm": {"model": {"name": "tests.dist.toys:WithBatchNorm"}, "ema__half_life_samples": 40.0},
     "dropout": {"model": {"name": "tests.dist.toys:WithDropout"}},
     "adamw, clipped": {"optim": {"name": "adamw", "lr": 0.01, "max_grad_norm": 0.5, "weight_decay": 0.1}},
+    "muon": {"optim": {"name": "muon", "lr": 0.01, "momentum": 0.95, "weight_decay": 0.1}},
+    "rmsprop": {
+        "optim": {"name": "rmsprop", "lr": 0.001, "momentum": 0.9},
+        "mixed_precision": "fp16",
+        "ema__half_life_samples": 40.0,
+    },
     "not fused": {"optim": SGD | {"fused": False}},
     "bf16": {"mixed_precision": "bf16", "model": {"name": "tests.dist.toys:WithBatchNorm"}},
     "fp16": {"mixed_precision": "fp16", "optim": SGD, "model": {"name": "tests.dist.toys:WithBatchNorm"}},

@@ -123,3 +123,62 @@ def test_layers_have_rates_of_their_own(config: dict[str, Any]) -> None:
         theirs.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, dict(other.named_parameters())[name]), name
+
+
+def matrices() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 1), nn.Linear(4, 6), nn.Linear(6, 3))
+
+
+def theirs_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """What does the same in torch or timm, in the way of their own examples."""
+    if name == "rmsprop":
+        arguments = {"lr": 0.01, "alpha": 0.9, "eps": 1e-3, "weight_decay": 0.1, "momentum": 0.8}
+        return [torch.optim.RMSprop(model.parameters(), **arguments)]
+    if name == "muon":
+        inner = [model[1].weight]
+        others = [p for p in model.parameters() if p is not inner[0]]
+        muon = {"lr": 0.01, "weight_decay": 0.1, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+        adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=0.1, betas=(0.8, 0.9), foreach=True)
+        return [torch.optim.Muon(inner, **muon), adamw]
+    optim = pytest.importorskip("timm.optim")
+    if name == "lion":
+        return [optim.Lion(model.parameters(), lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)]
+    return [optim.Lamb(model.parameters(), lr=0.01, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.1, max_grad_norm=None)]
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "rmsprop": {"betas": (0.9, 0.9), "eps": 1e-3, "momentum": 0.8},
+    "lamb": {"betas": (0.8, 0.9), "eps": 1e-3},
+    "lion": {"betas": (0.8, 0.9)},
+    "muon": {"betas": (0.8, 0.9), "momentum": 0.95, "nesterov": True},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_those_of_torch_and_timm(name: str) -> None:
+    model, other = matrices(), matrices()
+    theirs = theirs_of(name, other)
+    settings = {"name": name, "weight_decay": 0.1, "decay_norm_and_bias": True} | OTHERS[name]
+    ours = build_optimizer(model, OptimConfig.model_validate(settings), CPU)
+    ours.lr = 0.01
+    for _ in zip(gradients(model), gradients(other), strict=True):
+        ours.step()
+        for optimizer in theirs:
+            optimizer.step()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, dict(other.named_parameters())[key], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_bad_batch_leaves_others_as_they_were(name: str) -> None:
+    if name in ("lamb", "lion"):
+        pytest.importorskip("timm")
+    model = matrices()
+    ours = build_optimizer(model, OptimConfig.model_validate({"name": name} | OTHERS[name]), CPU)
+    next(gradients(model))
+    ours.guard = torch.ones(())
+    before = [p.clone() for p in model.parameters()]
+    ours.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(not tensor.any() for state in ours.state.values() for tensor in state.values())
