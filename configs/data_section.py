@@ -21,7 +21,15 @@ from configs.values import (
     whole,
 )
 
-OF_IMAGE_FOLDERS = ("val_fraction", "image_size", "resize_size", "channels", "on_bad_image", "max_bad_images")
+OF_IMAGE_FOLDERS = (
+    "val_fraction",
+    "image_size",
+    "eval_image_size",
+    "resize_size",
+    "channels",
+    "on_bad_image",
+    "max_bad_images",
+)
 """Settings of `data` that have no meaning for other data sets."""
 
 Jitter = Annotated[tuple[NonNegative, ...], Field(min_length=3, max_length=4), BeforeValidator(as_tuple)]
@@ -130,6 +138,9 @@ class DataConfig(Section):
         default=None,
         description="imagefolder: side in pixels of the square that an image becomes; null: images stay as they are",
     )
+    eval_image_size: Count | None = Field(
+        default=None, description="imagefolder: the side in evaluation, where it is not image_size"
+    )
     resize_size: Count | None = Field(
         default=None,
         description="imagefolder: pixels of the shorter side, of which evaluation sees the middle; default: 8/7 of "
@@ -165,7 +176,10 @@ class DataConfig(Section):
         given = [name for name in OF_IMAGE_FOLDERS if getattr(self, name) != type(self).model_fields[name].default]
         if given and self.name != IMAGE_FOLDER:
             raise ValueError(f"{', '.join(given)}: only for name: {IMAGE_FOLDER}, and name is {self.name}")
-        if self.resize_size is not None and self.resize_size < (self.image_size or math.inf):
+        if self.eval_image_size is not None and self.image_size is None:
+            raise ValueError("eval_image_size needs image_size")
+        seen = self.eval_image_size or self.image_size or math.inf
+        if self.resize_size is not None and self.resize_size < seen:
             raise ValueError(f"resize_size is {self.resize_size} and needs an image_size that is no larger")
         crops = self.augment.crop_scale, self.augment.crop_ratio
         if self.image_size is None and crops != (AugmentConfig().crop_scale, AugmentConfig().crop_ratio):

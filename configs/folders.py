@@ -17,7 +17,12 @@ def with_folder(config: RunConfig, folder: Path) -> RunConfig:
     Raises ConfigError where nothing says how.
     """
     data, known = config.data, KNOWN_DATA.get(config.data.name)
-    changes: dict[str, Any] = {"root": str(folder), "val_fraction": None}
+    changes: dict[str, Any] = {
+        "root": str(folder),
+        "val_fraction": None,
+        "sampling": "shuffled",
+        "sampling_weights": None,
+    }
     if known is not None:
         channels, side, _ = known.shape
         changes |= {"channels": channels, "image_size": side, "resize_size": side, "augment": {}, "residency": "auto"}

@@ -94,6 +94,8 @@ class RunContext:
             # torch 2.14 announces a new name for broadcast_buffers, which Accelerate 1.15 and torch 2.8 do not have.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
             prepared: nn.Module = self._accelerator.prepare_model(model)
+        # DDP compares strides of dimensions of size one too, such as those of a class token, where they mean nothing.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return prepared
 
     def no_sync(self, model: nn.Module, *, when: bool) -> contextlib.AbstractContextManager[None]:

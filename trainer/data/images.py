@@ -69,6 +69,8 @@ class ImageSplit:
             return whole
         if self.name == TRAINING and augment.crop_scale is not None:
             return random_view(key_of(seed, epoch, CROP, draw), side, augment.crop_scale, augment.crop_ratio)
+        if self.name == EVALUATION:
+            side = self.config.eval_image_size or side
         return centre_view(side, self.config.resize_size or round(side * 8 / 7))
 
     def _read(self, path: str, view: View) -> Tensor:

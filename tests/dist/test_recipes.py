@@ -1,0 +1,41 @@
+"""Each recipe makes its first steps, with everything of it but the size: of the network, the images and the batch."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.loader import load_config
+from tests.dist.harness import finished
+from tests.folders import noisy
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = {
+    "resnet50_v2": ["model.name=resnet18", "data.image_size=24"],
+    "vit_b_16": ["model.name=timm/vit_tiny_patch16_224", "model.args.img_size=32", "data.image_size=32"],
+    "resnet50_a1": ["model.name=timm/resnet18", "data.image_size=32"],
+    "resnet50_a2": ["model.name=timm/resnet18", "data.image_size=32"],
+    "resnet50_a3": ["model.name=timm/resnet18", "data.image_size=24"],
+    "finetune": ["model.name=resnet18", "model.weights=none", "data.image_size=32"],
+}
+SMALL = (
+    "max_epochs=null",
+    "max_steps=3",
+    "global_batch_size=8",
+    "device=cpu",
+    "data.num_workers=1",
+    "eval.batch_size=4",
+)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains(tmp_path: Path, name: str) -> None:
+    if any("timm" in setting for setting in RECIPES[name]):
+        pytest.importorskip("timm")
+    noisy(tmp_path / "images", train__a=8, train__b=8, val__a=3, val__b=2)
+    sizes = ["data.resize_size=36"] + (["data.eval_image_size=32"] if name not in ("vit_b_16", "finetune") else [])
+    overrides = [f"data.root={tmp_path}/images", *SMALL, *RECIPES[name], *sizes, "schedule.warmup_epochs=0.5"]
+    config = load_config(CONFIGS / f"{name}.yaml", overrides).config
+    attempt = finished(tmp_path / "run", config, 2)
+    assert attempt.result()["step"] == 3
+    assert attempt.metric("eval/loss")[-1][0] == 3
+    assert attempt.outcome().status == "done"
