@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from PIL import features
 
 _START = b"\xff\xd8\xff"
+_AT_ONCE = 2**17
+"""Bytes that are read to see what a file is: most photographs are smaller, and then nothing is put together."""
 _SCAN, _APP1 = 0xDA, 0xE1
 # Baseline, extended and progressive; not those of arithmetic coding or without loss.
 _FRAMES = (0xC0, 0xC1, 0xC2)
@@ -68,8 +70,11 @@ def bytes_of(source: str | BinaryIO) -> bytes | None:
 
 
 def _read(file: Any) -> bytes | None:
-    start: bytes = file.read(len(_START))
-    return start + file.read() if start == _START else None
+    start: bytes = file.read(_AT_ONCE)
+    if not start.startswith(_START):
+        return None
+    rest = file.read()
+    return start + rest if rest else start
 
 
 def header_of(data: bytes) -> Header | None:
