@@ -43,7 +43,7 @@ class KeyedSamples:
             image = self.policy(image, key_of(self.seed, epoch, POLICY, draw))
         return image, label
 
-    def _read_one(self, epoch: int, draw: int) -> tuple[Tensor, Tensor]:
+    def _read_one(self, epoch: int, draw: int) -> tuple[Tensor, int]:
         if isinstance(self.split, ImageSplit):  # draws by the key itself
             return self.split.sample(self.seed, epoch, draw)
         index = draw % len(self.split)
