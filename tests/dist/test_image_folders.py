@@ -19,6 +19,7 @@ from tests import splitmix
 from tests.dist.harness import finished, in_ranks, run, tiny_config
 from tests.dist.test_resume import assert_same_ending
 from tests.folders import make, noisy, plain
+from trainer import waiting
 from trainer.data import folder, images, jpeg
 from trainer.data.datasets import load_data
 from trainer.data.order import Order
@@ -322,3 +323,19 @@ def test_classes_of_any_name_go_through_a_whole_run(tmp_path: Path) -> None:
     assert json.loads(attempt.run_dir.classes.read_text()) == names
     assert attempt.checkpoint().state["classes"] == names
     assert attempt.result()["epoch"] == 3
+
+
+def test_a_run_that_waits_for_its_data_says_so_once_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "NOT_BEFORE_S", 0.0)
+    root = make(tmp_path / "images", train__a=8, train__b=8, val__a=1)
+    logged = {"log": {"every_steps": 1}, "max_epochs": 4}
+    monkeypatch.setattr(waiting, "BOUND", 0.0)
+    log = finished(tmp_path / "always", config(root, 1, **logged), 2).log()
+    assert log.count(" of the steps' time went into waiting for data: 2 loader workers read ") == 2
+    monkeypatch.setattr(waiting, "BOUND", 1.1)
+    assert "waiting for data: " not in finished(tmp_path / "never", config(root, 1, **logged)).log()
+    monkeypatch.setattr(waiting, "BOUND", 0.0)
+    resident = config(root, 0, {"image_size": 8, "augment": {"crop_scale": None}, "residency": "device"}, **logged)
+    assert "waiting for data: " not in finished(tmp_path / "resident", resident).log()
