@@ -52,8 +52,8 @@ class InTurn:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.wait()
+        with self._process:  # its pipes too
+            self._process.kill()
 
 
 def answer_in_turn(measure: Callable[[], Any]) -> None:

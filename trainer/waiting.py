@@ -31,7 +31,8 @@ class Reading:
     def describe_wait(self, share: float, images_per_s: float) -> str:
         """One sentence; `share` is that of the steps' time which went into waiting for data."""
         who = counted(self.workers, "loader worker") if self.workers else "the ranks themselves"
-        text = f"{100 * share:.0f} % of the steps' time went into waiting for data: {who} read {images_per_s:,.0f} images/s"
+        waited = f"{100 * share:.0f} % of the steps' time went into waiting for data"
+        text = f"{waited}: {who} read {images_per_s:,.0f} images/s"
         # A GPU computes while its host waits: there the rest of the time is not the time of a step.
         if not self.on_gpu and share < 1:
             text += f", and the steps could take {images_per_s / (1 - share):,.0f}"

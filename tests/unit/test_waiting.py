@@ -22,8 +22,8 @@ def reading(**more: Any) -> Reading:
         ),
         (
             {"on_gpu": True, "ranks": 2, "workers": 4, "free_cores": 3},
-            "63 % of the steps' time went into waiting for data: 4 loader workers read 481 images/s; data.num_workers=3 "
-            "would help: 3 cores are free",
+            "63 % of the steps' time went into waiting for data: 4 loader workers read 481 images/s; "
+            "data.num_workers=3 would help: 3 cores are free",
         ),
         (
             {"workers": 0, "free_cores": 1, "lacks_simplejpeg": True},

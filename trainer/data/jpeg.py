@@ -1,6 +1,6 @@
 """JPEGs by simplejpeg where it is installed: libjpeg-turbo, as in Pillow, straight into an array.
 
-The same pixels, bit for bit (docs/decisions/0013-jpeg-decoder.md). Whatever it would not decode as Pillow does, or
+The same pixels, bit for bit (docs/decisions/0014-jpeg-decoder.md). Whatever it would not decode as Pillow does, or
 refuses, is left to Pillow, which reads it, or says what is wrong with it, as it would alone.
 """
 
