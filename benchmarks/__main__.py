@@ -17,7 +17,7 @@ from benchmarks.picture import draw
 # Each is a module here with `measure(rounds: int | None) -> list[Row]`; None = its own number of rounds.
 DEFAULT = (
     *("tutorial", "unrolled", "ddp", "startup", "ranks", "exit", "cli", "checkpoint", "shards", "accuracy"),
-    *("frameworks", "metrics", "mnist"),
+    *("frameworks", "metrics", "photographs", "mnist"),
 )
 ALL = (*DEFAULT, "gpu")
 

@@ -41,6 +41,15 @@ def python_for(peer: str) -> str:
     return str(python)
 
 
+def packages_of(peer: str) -> Path:
+    """The folder of the packages of `peer`'s own environment. Raises NotInstallable."""
+    return site_packages(Path(python_for(peer)).parent.parent)
+
+
+def site_packages(venv: Path) -> Path:
+    return venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+
+
 def stamp_of(peer: str) -> str:
     """What the environment is made from, as a hash."""
     parts = [(PEERS / f"{peer}.txt").read_bytes(), PINS.read_bytes(), sys.version.encode(), *map(str.encode, below())]
@@ -65,10 +74,10 @@ def check_shared(pins: str) -> None:
 def make(peer: str, venv: Path) -> None:
     """venv without pip, since this environment's pip can install into it."""
     _run([sys.executable, "-m", "venv", "--without-pip", str(venv)], f"cannot make {venv}")
-    packages = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    (packages / "below.pth").write_text("".join(f"{path}\n" for path in below()), encoding="utf-8")
+    (site_packages(venv) / "below.pth").write_text("".join(f"{path}\n" for path in below()), encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(venv / "bin" / "python")]
-    _run([*pip, "install", "--quiet", "-r", str(PEERS / f"{peer}.txt")], f"pip cannot install {peer}")
+    # The file names all that is needed, and of photographs only what is read.
+    _run([*pip, "install", "--quiet", "--no-deps", "-r", str(PEERS / f"{peer}.txt")], f"pip cannot install {peer}")
 
 
 def _run(command: list[str], failure: str) -> None:

@@ -199,7 +199,7 @@ def install(venv: Path, pip_args: str, lock: int) -> None:
     constraints = temporary / "constraints.txt"
     constraints.write_text(choose_pins((ROOT / "constraints.txt").read_text(), another_build=bool(pip_args)))
     pip = [str(venv / "bin" / "python"), "-I", "-m", "pip", "--disable-pip-version-check", "install"]
-    command = [*pip, *split(pip_args), "-c", str(constraints), "-e", f"{ROOT}[dev]"]
+    command = [*pip, *split(pip_args), "-c", str(constraints), "-e", f"{ROOT}[dev,fast]"]
     if code := run(command, lock, TMPDIR=str(temporary.absolute())):
         hint = f" PIP_ARGS={shlex.quote(pip_args)} is remembered; PIP_ARGS= forgets it." if pip_args else ""
         raise SetupError(f"pip failed with exit code {code}; its message is above. The next make starts anew.{hint}")

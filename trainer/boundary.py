@@ -5,6 +5,7 @@ import time
 
 from configs.beat import BOUNDARY, DATA, EVALUATION, SAVING
 from configs.derive import counted
+from trainer import waiting
 from trainer.evaluate import EvalResult
 from trainer.job import Job
 from trainer.optim import averaged_tensors
@@ -98,7 +99,9 @@ def log_point(job: Job) -> None:
     if seconds := busy_s - clock.busy_s:
         rate = (state.samples_seen - clock.samples) / seconds
         metrics["perf/images_per_sec"] = rate
-        metrics["perf/data_wait_fraction"] = (data_wait_s - clock.data_wait_s) / seconds
+        metrics["perf/data_wait_fraction"] = share = (data_wait_s - clock.data_wait_s) / seconds
+        if busy_s >= waiting.NOT_BEFORE_S and not clock.told_of_wait:
+            clock.told_of_wait = waiting.tell_of_wait(job, share, rate)
         metrics |= {} if (speed := speed_of(job)) is None else speed.metrics(rate)
     if stall_s > clock.stall_s:
         metrics["perf/checkpoint_stall_s"] = stall_s - clock.stall_s

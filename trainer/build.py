@@ -16,6 +16,7 @@ from trainer import checkpoint, resume, summary
 from trainer.agreement import WithSignals
 from trainer.choices import choose_channels_last
 from trainer.console import Console
+from trainer.data import jpeg
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, known_labels, load_data, load_elsewhere
 from trainer.data.mixing import Mixing
@@ -131,7 +132,7 @@ def _data(run: "Run") -> Data:
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
-    machine = {name: facts[name] for name in resume.MACHINE} | {"torch": facts["versions"]["torch"]}
+    machine = {name: facts[name] for name in (*resume.MACHINE, "decoder")} | {"torch": facts["versions"]["torch"]}
     check_same(context, machine, "virtual_shards: the ranks would not compute the same bits")
 
 
@@ -251,6 +252,7 @@ def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch:
         "virtual_shards": config.virtual_shards,
         # Of an ordinary run it follows from the number of processes.
         "micro_batch": batch.max_micro_batch if config.virtual_shards else None,
+        "decoder": None if data.files is None else jpeg.decoders(),
         "versions": summary.versions(),
     }
 

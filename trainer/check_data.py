@@ -24,7 +24,7 @@ from configs.errors import EXIT_DONE, EXIT_TRAINING, EnvironmentProblem
 from configs.schema import RunConfig
 from configs.text import printable
 from trainer.contact_sheet import draw_samples
-from trainer.data.decode import Box, DecodingError, read_pixels
+from trainer.data.decode import DecodingError, Square, read_pixels
 from trainer.data.folder import Files, Splits, load_splits
 from trainer.exits import leave, told
 from trainer.parent import die_with_parent
@@ -86,10 +86,10 @@ def examine(path: str, channels: int) -> Facts:
     """Decode one file to its end, a large JPEG at an eighth of its size, and keep nothing of it."""
     size = (0, 0)
 
-    def note(width: int, height: int) -> tuple[Box, int]:
+    def note(width: int, height: int) -> Square:
         nonlocal size
         size = width, height
-        return (0, 0, width, height), 1
+        return Square((0, 0, width, height), 1)
 
     try:
         content = Path(path).read_bytes()

@@ -44,6 +44,8 @@ class Clock:
     samples: int = 0
     stall_s: float = 0.0
     """That training stood still for checkpoints, which are written while it goes on."""
+    told_of_wait: bool = False
+    """That training waits for its data."""
     started: float = field(default_factory=time.monotonic)
     last_save: float = field(default_factory=time.monotonic)
 

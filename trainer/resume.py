@@ -165,9 +165,12 @@ def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[s
     torches = saved["versions"]["torch"], now["versions"]["torch"]
     if torches[0] != torches[1]:
         changed.append(f"torch {torches[0]} -> {torches[1]}")
+    lines = []
+    if before["decoder"] != now["decoder"]:
+        lines = [f"images were decoded by {before['decoder']}, now by {now['decoder']}: pixels may differ"]
     if not changed:
-        return []
-    lines = [f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits"]
+        return lines
+    lines += [f"goes on elsewhere ({', '.join(changed)}): the same samples, not the same bits"]
     draws_alike = all(text.startswith("threads_per_rank ") for text in changed)
     if not draws_alike and (layers := random_layers(job.model)):
         # What they draw is keyed by batch and rank and so not lost, but the ranks' shares are others now.

@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.beat import EVALUATION, FINISHING, SAVING
+from configs.beat import DATA, EVALUATION, FINISHING, SAVING
 from configs.contract import WorkerPlan, write_atomically
 from configs.run_dir import AttemptDir, RunDir, commit_settings, step_name
-from trainer import checkpoint, disk, resume, summary
+from trainer import checkpoint, disk, resume, summary, waiting
 from trainer.account import Account, earlier_attempts, straggler_lines, time_of_run
 from trainer.boundary import evaluate
 from trainer.build import build
@@ -138,6 +138,9 @@ class Run:
             for line in write_details(self.run_dir.path, details_of(job.evaluations), job.class_names()):
                 job.console.line(line)
             summary.report_result(job, self.run_dir, result, spent, lines)
+            in_steps, spent_s = job.state.samples_seen - seen, self.account.busy_s()
+            if spent_s >= waiting.NOT_BEFORE_S:
+                waiting.tell_of_wait(job, self.account.seconds[DATA] / spent_s, in_steps / spent_s)
             steps = range(self.account.first_step, job.state.step)
             for line in unreached(job.config.faults, self.attempt.number, steps):
                 job.console.line(line)

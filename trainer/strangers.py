@@ -25,6 +25,7 @@ _TYPES: dict[str, Any] = {
     "threads_per_rank": int,
     "virtual_shards": int,
     "micro_batch": int | None,
+    "decoder": str | None,
     "versions": dict[str, str],
     "versions.torch": str,
     "time": dict[str, float],

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -18,7 +19,8 @@ from tests import splitmix
 from tests.dist.harness import finished, in_ranks, run, tiny_config
 from tests.dist.test_resume import assert_same_ending
 from tests.folders import make, noisy, plain
-from trainer.data import folder, images
+from trainer import waiting
+from trainer.data import folder, images, jpeg
 from trainer.data.datasets import load_data
 from trainer.data.order import Order
 from trainer.data.stream import StreamSource
@@ -251,6 +253,47 @@ def test_a_run_with_crops_goes_on_to_the_same_bits(tmp_path: Path, world_size: i
     assert cut.result()["metrics"] == whole.result()["metrics"]
 
 
+def test_a_resume_with_another_decoder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = make(tmp_path / "images", train__a=4, train__b=4, val__a=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(jpeg, "decoders", lambda: "a chisel")
+        patch.setattr(jpeg, "describe", lambda: "images     by a chisel")
+        first = finished(tmp_path / "run", config(root))
+    assert "images     by a chisel" in first.log().splitlines()
+    second = finished(tmp_path / "run", config(root, max_epochs=3))
+    assert f"images were decoded by a chisel, now by {jpeg.decoders()}: pixels may differ" in second.log().splitlines()
+    third = finished(tmp_path / "run", config(root, max_epochs=4))
+    assert "pixels may differ" not in third.log()
+
+
+def test_a_resume_far_into_an_epoch_decodes_nothing_that_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 samples into an epoch of 200,000: what is decoded is the first batch that is wanted, and no more."""
+    name, count, seed, size = b"a/0.png", 200_000, 3, 50
+    plain(tmp_path / os.fsdecode(name), (1, 2, 3))
+    ends = np.arange(1, count + 1) * len(name)
+    files = folder.Files(os.fsencode(tmp_path), name * count, ends, np.arange(count) % 2, "")
+    split = images.ImageSplit(files, images.TRAINING, config(tmp_path, data={"image_size": 8}).data)
+    seen: list[int] = []
+    sample = split.sample
+
+    def noted(seed: int, epoch: int, index: int) -> tuple[Tensor, int]:
+        seen.append(index)
+        return sample(seed, epoch, index)
+
+    monkeypatch.setattr(split, "sample", noted)
+    decoded: list[str] = []
+    read = images.read_pixels
+    monkeypatch.setattr(images, "read_pixels", lambda file, *more: decoded.append(file) or read(file, *more))
+    order = Order(count, seed, size, False, 0, 1, size, CPU)
+    source = StreamSource(split, seed, 2, 0, CPU)
+    batch, [(pixels, _)] = next(source.training(order.batches(0, 100_000 // size)))
+    assert pixels.shape == (size, 3, 8, 8)
+    assert seen == splitmix.permutation(count, seed, 0)[100_000 : 100_000 + size] == batch.pieces[0].tolist()
+    assert decoded == [str(tmp_path / os.fsdecode(name))] * size
+
+
 def test_images_of_several_sizes_are_told_what_to_set(tmp_path: Path) -> None:
     root = noisy(tmp_path / "images", train__a=3, train__b=3, val__a=1)
     attempt = run(tmp_path / "run", config(root))
@@ -280,3 +323,19 @@ def test_classes_of_any_name_go_through_a_whole_run(tmp_path: Path) -> None:
     assert json.loads(attempt.run_dir.classes.read_text()) == names
     assert attempt.checkpoint().state["classes"] == names
     assert attempt.result()["epoch"] == 3
+
+
+def test_a_run_that_waits_for_its_data_says_so_once_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "NOT_BEFORE_S", 0.0)
+    root = make(tmp_path / "images", train__a=8, train__b=8, val__a=1)
+    logged = {"log": {"every_steps": 1}, "max_epochs": 4}
+    monkeypatch.setattr(waiting, "BOUND", 0.0)
+    log = finished(tmp_path / "always", config(root, 1, **logged), 2).log()
+    assert log.count(" of the steps' time went into waiting for data: 2 loader workers read ") == 2
+    monkeypatch.setattr(waiting, "BOUND", 1.1)
+    assert "waiting for data: " not in finished(tmp_path / "never", config(root, 1, **logged)).log()
+    monkeypatch.setattr(waiting, "BOUND", 0.0)
+    resident = config(root, 0, {"image_size": 8, "augment": {"crop_scale": None}, "residency": "device"}, **logged)
+    assert "waiting for data: " not in finished(tmp_path / "resident", resident).log()

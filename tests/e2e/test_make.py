@@ -282,7 +282,7 @@ def test_first_setup_installs_the_pinned_project_once(fresh: Checkout) -> None:
     assert fresh.make("train-single").returncode == 0
     venv, pip, train = fresh.calls()
     assert venv == ["-m", "venv", ".venv"]
-    assert pip[-4:] == ["-c", ".venv/.tmp/constraints.txt", "-e", f"{fresh.root}[dev]"]
+    assert pip[-4:] == ["-c", ".venv/.tmp/constraints.txt", "-e", f"{fresh.root}[dev,fast]"]
     assert train[:3] == ["-m", "launch", "train"]
     assert "up to date" in fresh.make("setup").stderr
     assert fresh.make("test").returncode == 0

@@ -107,6 +107,23 @@ def test_normalise_leaves_its_input_alone() -> None:
     assert torch.equal(images, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_images_are_mirrored_and_normalised_to_the_same_bits(dtype: torch.dtype) -> None:
+    images, ids = random_images(6, 3, 160, 160), torch.arange(40, 46)
+    before = images.clone()
+    made = preprocess(dtype, flip=True)
+    plain = images.to(dtype) / 255
+    plain = (plain - 0.5) / 0.25
+    assert torch.equal(made.normalise(images), plain)
+    mirrored = [bool(drawn(2, 3, i, 2)) for i in ids.tolist()]
+    assert set(mirrored) == {True, False}
+    expected = torch.stack([image.flip(2) if flip else image for image, flip in zip(plain, mirrored, strict=True)])
+    found = made.for_training(images, 3, ids)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert torch.equal(images, before)
+
+
 def test_flip_mirrors_the_samples_that_the_reference_says() -> None:
     images, ids = random_images(40), torch.arange(40)
     found = preprocess(flip=True).for_training(images, 2, ids)

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from benchmarks import environments, frameworks
+from benchmarks import environments, frameworks, jpegs
 from benchmarks.frameworks import Epoch
 from benchmarks.mnist import goal_row
+from benchmarks.turns import InTurn
 
 
 def test_the_fastest_peer_is_that_of_each_round() -> None:
@@ -96,3 +98,38 @@ def test_pins_that_two_peers_share_are_the_same() -> None:
             name, found, version = line.partition("==")
             if found:
                 assert pins.setdefault(name, version) == version, path
+
+
+COUNTS = """
+from benchmarks.turns import answer_in_turn
+numbers = iter([1.5, 2.5])
+print("not an answer")
+answer_in_turn(lambda: [next(numbers), 0])
+"""
+
+
+def test_a_process_measures_when_it_is_its_turn() -> None:
+    with InTurn(["-c", COUNTS], {}) as process:
+        assert process.measure() == [1.5, 0]
+        assert process.measure() == [2.5, 0]
+        with pytest.raises(RuntimeError, match="ended with 1 before it had measured"):
+            process.measure()
+
+
+def test_photographs_are_many_of_a_few_and_the_same_each_time(tmp_path: Path) -> None:
+    originals = [tmp_path / f"{name}.png" for name in ("wide", "high")]
+    for path, size in zip(originals, ((900, 500), (400, 700)), strict=True):
+        Image.effect_noise(size, 90).convert("RGB").save(path)
+    for name in ("one", "other"):
+        jpegs.make(originals, tmp_path / name, 5)
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.jpg"))
+    assert [str(path) for path in files] == [
+        *("train/high/00001.jpg", "train/high/00003.jpg", "train/wide/00000.jpg", "train/wide/00002.jpg"),
+        *("train/wide/00004.jpg", "val/high/00005.jpg", "val/wide/00006.jpg"),
+    ]
+    contents = [(tmp_path / "one" / path).read_bytes() for path in files]
+    assert len(set(contents)) == len(contents)
+    assert contents == [(tmp_path / "other" / path).read_bytes() for path in files]
+    for path in files:
+        with Image.open(tmp_path / "one" / path) as image:
+            assert image.size == (500, 375)

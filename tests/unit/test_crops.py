@@ -18,6 +18,7 @@ from torchvision.transforms import functional as TF
 from configs.data_section import DataConfig
 from tests import splitmix
 from tests.folders import noisy
+from trainer.data import jpeg
 from trainer.data.crops import centre_box, centre_view, random_box, random_view
 from trainer.data.datasets import load_data
 from trainer.data.decode import Box, read_pixels
@@ -115,10 +116,9 @@ def test_a_random_crop_has_torchvisions_pixels() -> None:
         left, top, right, bottom = map(int, random_box(uniforms(key), 200, 150, SCALE, RATIO))
         expected = TF.resized_crop(image, top, left, bottom - top, right - left, [32, 32])  # type: ignore[arg-type]
         found = read_pixels(stored(image), 3, random_view(key, 32, SCALE, RATIO))
-        # At the border torchvision knows nothing of the pixels outside.
         difference = (found.int() - as_tensor(expected)).abs()
-        assert difference[:, 2:-2, 2:-2].max() <= 1
-        assert difference.float().mean() < 1.5
+        assert difference.max() <= 1
+        assert difference.float().mean() < 0.1
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 20_000), (20_000, 1), (3, 2)], ids=str)
@@ -156,6 +156,8 @@ def test_a_turned_image_is_cropped_upright() -> None:
 def test_large_jpegs_are_decoded_smaller_where_twice_the_pixels_remain(
     side: int, factor: int, turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By Pillow; test_jpeg.py holds the other decoder to its pixels."""
+    monkeypatch.setattr(jpeg, "library", lambda: None)
     asked = []
     draft = JpegImagePlugin.JpegImageFile.draft
 
@@ -168,9 +170,9 @@ def test_large_jpegs_are_decoded_smaller_where_twice_the_pixels_remain(
     exif[0x0112] = turn
     image = smooth(403, 256)
     stored_image = image.transpose(Image.Transpose.ROTATE_90) if turn == 6 else image
-    jpeg = stored(stored_image, "JPEG", quality=95, exif=exif)
+    file = stored(stored_image, "JPEG", quality=95, exif=exif)
     monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", noted)
-    found = read_pixels(jpeg, 3, centre_view(side, side))
+    found = read_pixels(file, 3, centre_view(side, side))
     size = (-(-403 // factor), -(-256 // factor))
     assert asked == ([] if factor == 1 else [size if turn == 1 else size[::-1]])
     expected = read_pixels(stored(image), 3, centre_view(side, side))

@@ -12,9 +12,18 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
+from trainer.data import jpeg
 from trainer.data.decode import MAX_PIXELS, DecodingError, read_pixels
 
 Pixels = NDArray[np.uint8]
+
+
+@pytest.fixture(autouse=True, params=["simplejpeg", "Pillow"])
+def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "Pillow":
+        monkeypatch.setattr(jpeg, "library", lambda: None)
+    else:
+        pytest.importorskip("simplejpeg")
 
 
 def stored(image: Image.Image, kind: str, **options: Any) -> io.BytesIO:

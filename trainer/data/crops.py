@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from trainer.data.decode import Box, View
+from trainer.data.decode import Box, Square, View
 from trainer.data.order import uniforms
 
 Range = tuple[float, float]
@@ -12,12 +12,12 @@ _TRIES = 10
 
 def random_view(key: int, side: int, scale: Range, ratio: Range) -> View:
     """A crop drawn by `key`, as a square of `side` pixels."""
-    return lambda width, height: (random_box(uniforms(key), width, height, scale, ratio), side)
+    return lambda width, height: Square(random_box(uniforms(key), width, height, scale, ratio), side, is_cut=True)
 
 
 def centre_view(side: int, resize: int) -> View:
     """The middle square of `side` pixels of the image whose shorter side is resized to `resize` pixels."""
-    return lambda width, height: (centre_box(width, height, side, resize), side)
+    return lambda width, height: Square(centre_box(width, height, side, resize), side)
 
 
 def random_box(draws: Iterator[float], width: int, height: int, scale: Range, ratio: Range) -> Box:

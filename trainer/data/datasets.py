@@ -16,6 +16,7 @@ from torch import Tensor
 from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
+from trainer.data import jpeg
 from trainer.data.bad_images import BadImages
 from trainer.data.folder import load_only, load_splits
 from trainer.data.idx import read_idx
@@ -120,7 +121,7 @@ def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]
         config.mean,
         config.std,
         {"train": splits.train.fingerprint, "eval": splits.evaluation.fingerprint},
-        splits.notes,
+        (*splits.notes, jpeg.describe()),
     )
 
 

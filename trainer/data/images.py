@@ -1,6 +1,7 @@
 """A folder of images as a data set."""
 
 import errno
+from itertools import chain
 
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class ImageSplit:
         same one whoever reads it, and as often as it is read.
         """
         view, bad, index = self._view(seed, epoch, draw), list[tuple[str, str]](), draw % len(self)
-        for number in (*range(index, len(self)), *range(index)):
+        for number in chain(range(index, len(self)), range(index)):
             path = self.files.path(number)
             try:
                 pixels = self._read(path, view)

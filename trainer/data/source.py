@@ -71,7 +71,7 @@ def materialise(split: MapStyle, seed: int, num_classes: int, alive: Callable[[]
                 f"data.residency: device needs uint8 images of one shape; sample {index} is {image.dtype} "
                 f"{tuple(image.shape)} and sample 0 {tuple(first.shape)}; use data.residency: stream"
             )
-    return TensorSplit(torch.stack(images), torch.stack(labels))
+    return TensorSplit(torch.stack(images), torch.tensor(labels))
 
 
 def choose_residency(

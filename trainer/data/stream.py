@@ -36,36 +36,36 @@ class KeyedSamples:
         self.seed = seed
         self.num_classes = num_classes
 
-    def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, draw = sample
         image, label = self._read_one(epoch, draw)
         if self.policy is not None and epoch != _EVALUATION:
             image = self.policy(image, key_of(self.seed, epoch, POLICY, draw))
         return image, label
 
-    def _read_one(self, epoch: int, draw: int) -> tuple[Tensor, Tensor]:
+    def _read_one(self, epoch: int, draw: int) -> tuple[Tensor, int]:
         if isinstance(self.split, ImageSplit):  # draws by the key itself
-            image, label = self.split.sample(self.seed, epoch, draw)
-            return image, torch.tensor(label)
+            return self.split.sample(self.seed, epoch, draw)
         index = draw % len(self.split)
         key = key_of(self.seed, epoch - _EVALUATION, draw)
         random.seed(key)
         np.random.seed(key % 2**32)
         torch.manual_seed(key % 2**63)
         image, label = self.split[index]
-        return as_image_tensor(image), torch.tensor(class_of(label, self.num_classes, index))
+        return as_image_tensor(image), class_of(label, self.num_classes, index)
 
     def read(self, request: Request) -> Pair:
         """The samples of one batch. Raises TrainingError naming the sample that cannot be read."""
-        samples = []
+        batch = _Batch(len(request))
         for sample in request:
             try:
-                samples.append(self[sample])
+                image, label = self[sample]
             except LockstepError:
                 raise
             except Exception as error:
                 raise _unreadable(sample[1] % len(self.split), error) from None
-        return _collate(samples)
+            batch.add(image, label)
+        return batch.images, torch.tensor(batch.labels)
 
 
 def _unreadable(index: int, error: Exception) -> LockstepError:
@@ -88,14 +88,27 @@ def class_of(label: Any, num_classes: int, index: int) -> int:
     raise TrainingError(f"the label of sample {index} is {label!r}, not a class from 0 to {num_classes - 1}")
 
 
-def _collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    shapes = {tuple(image.shape) for image, _ in samples}
-    if len(shapes) > 1:
-        raise TrainingError(
-            f"images of one batch have different shapes: {sorted(shapes)[:3]}; set data.image_size for a folder of "
-            "images, or resize them in the data set"
-        )
-    return torch.stack([image for image, _ in samples]), torch.stack([label for _, label in samples])
+class _Batch:
+    """Images go to their place while they lie in the processor's cache."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.images = torch.empty(0)
+        self.labels: list[int] = []
+
+    def add(self, image: Tensor, label: int) -> None:
+        if not self.labels:
+            self.images = torch.empty((self.size, *image.shape), dtype=image.dtype)
+        shape = tuple(self.images.shape[1:])
+        if image.shape != shape:
+            raise TrainingError(
+                f"images of one batch have different shapes: {[shape, tuple(image.shape)]}; set data.image_size for a "
+                "folder of images, or resize them in the data set"
+            )
+        if image.dtype != self.images.dtype:
+            self.images = self.images.to(torch.promote_types(image.dtype, self.images.dtype))
+        self.images[len(self.labels)] = image
+        self.labels.append(label)
 
 
 class StreamSource:
