@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.data_section import DataConfig
+from configs.known_models import NO_WEIGHTS
 from configs.sections import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -77,7 +78,8 @@ class RunConfig(Section):
     )
     sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
     init_from: str | None = Field(
-        default=None, description="model.safetensors or a run folder to take weights from; nothing else"
+        default=None,
+        description="model.safetensors or a run folder to take weights from, which must fit in full; nothing else",
     )
     max_time_s: Positive | None = Field(
         default=None, description="save and stop, to be gone on with, when this start has lasted this long"
@@ -120,6 +122,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _one_source_of_weights(self) -> Self:
+        if self.init_from is not None and self.model.weights != NO_WEIGHTS:
+            raise ValueError("init_from and model.weights are two sources of weights; give one")
+        if self.model.checkpointing and self.sync_batchnorm:
+            raise ValueError(
+                "model.checkpointing does not go with sync_batchnorm, whose ranks would exchange statistics in the "
+                "backward pass too; give one"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_precision(self) -> Self:
         if self.dtype == "float64" and self.mixed_precision not in ("auto", "no"):
             raise ValueError(f"dtype: float64 goes with mixed_precision: no, not {self.mixed_precision}")
@@ -149,6 +162,7 @@ FREE_ON_RESUME = (
     "data.num_workers",
     "data.on_bad_image",
     "data.max_bad_images",
+    "model.checkpointing",
     "eval.mode",
     "max_time_s",
     "nonfinite",

@@ -4,7 +4,20 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.values import Count, CountOrZero, Fraction, NonNegative, PerChannel, Positive, Section, model_name, whole
+from configs.known_models import is_library_model, is_published
+from configs.values import (
+    Count,
+    CountOrZero,
+    Fraction,
+    Names,
+    NonNegative,
+    PerChannel,
+    Positive,
+    Section,
+    model_name,
+    weights_name,
+    whole,
+)
 
 
 class ModelConfig(Section):
@@ -12,9 +25,38 @@ class ModelConfig(Section):
 
     name: Annotated[str, AfterValidator(model_name)] = Field(
         default="mnist_cnn",
-        description="mlp, mnist_cnn, small_resnet, torchvision/NAME, or module:callable (num_classes: int, **args)",
+        description="mlp, mnist_cnn, small_resnet, a network of torchvision such as resnet50, timm/NAME, or "
+        "module:callable (num_classes: int, **args)",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
+    weights: Annotated[str, BeforeValidator(weights_name)] = Field(
+        default="none",
+        description="default: the library's pretrained weights, or a name of such (IMAGENET1K_V1); or the path of a "
+        ".safetensors, .pth or run folder; what differs in the head begins anew",
+    )
+    freeze: Names = Field(
+        default=(), description="parameters that do not train, by name or module, * and ? allowed: [conv1, layer1]"
+    )
+    freeze_except: Names = Field(
+        default=(), description="parameters that train though freeze names them; without freeze: all others are frozen"
+    )
+    checkpointing: bool = Field(
+        default=False,
+        description="gradient checkpointing: compute a block's activations again in the backward pass instead of "
+        "keeping them; the same results with less memory, about a third slower",
+    )
+
+    @model_validator(mode="after")
+    def _weights_of_a_library(self) -> Self:
+        if is_published(self.weights) and not is_library_model(self.name):
+            raise ValueError(
+                f"weights: {self.weights} is for networks of torchvision and timm, and name is {self.name}; give a "
+                f"path, such as ./{self.weights}"
+            )
+        given = [key for key in ("weights", "pretrained") if key in self.args]
+        if given and is_library_model(self.name):
+            raise ValueError(f"args.{given[0]}: use model.weights, which is fetched once and checked")
+        return self
 
 
 class LossConfig(Section):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import os
 import resource
 import shlex
@@ -16,9 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from configs.derive import counted
-from configs.errors import EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
 from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
+from configs.known_models import NO_WEIGHTS, is_published, timm_name
 from configs.schema import RunConfig
 from launch.backends import Rendezvous
 from launch.plan import LaunchPlan, num_loaders
@@ -75,6 +77,18 @@ def check_folders(config: RunConfig, cwd: Path) -> None:
     """Raise ConfigError where a folder of images is not where, or not as, the settings say."""
     if config.data.name == IMAGE_FOLDER:
         find_splits(config.data, cwd)
+
+
+def check_model(config: RunConfig, cwd: Path, *, is_new: bool) -> None:
+    """Raise ConfigError where weights to begin with are not where the settings say, or timm is not installed; a run
+    that `is_new` has no checkpoint to go on from."""
+    if timm_name(config.model.name) is not None and importlib.util.find_spec("timm") is None:
+        raise ConfigError(f"model.name: {config.model.name} needs timm, which is not installed; `pip install timm`")
+    weights = config.model.weights
+    given = weights if weights != NO_WEIGHTS and not is_published(weights) else None
+    for key, place in (("init_from", config.init_from), ("model.weights", given)):
+        if is_new and place is not None and not (cwd / place).exists():
+            raise ConfigError(f"{key}: {place} does not exist")
 
 
 def prepare_data(plan: LaunchPlan, environ: Mapping[str, str], module: str) -> int:

@@ -11,9 +11,8 @@ from configs.derive import BatchPlan
 from configs.errors import ConfigError
 from configs.schema import RunConfig
 from configs.sections import LossConfig
-from trainer import checkpoint, resume, summary
+from trainer import resume, summary
 from trainer.agreement import WithSignals
-from trainer.choices import choose_channels_last
 from trainer.console import Console
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, load_data
@@ -25,10 +24,12 @@ from trainer.guard import Guard
 from trainer.job import Job
 from trainer.losses import LOSSES
 from trainer.metrics import LossWindow
-from trainer.models import build_model, rank_bound_layers
+from trainer.models import rank_bound_layers
 from trainer.multistep import check_multistep
+from trainer.network import build_network, normalised_for
 from trainer.optim import Ema, build_optimizer
-from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.recompute import recompute
+from trainer.runtime import RunContext
 from trainer.saving import Saver
 from trainer.shards import Shards
 from trainer.tracking import NullTracker, SampleLog
@@ -46,9 +47,11 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     data = context.together(lambda: load_data(config.data, run.run_dir.bad_images, run.account.beat))
     run.account.beat()
     shape = image_shape(data)
+    data = context.together(lambda: normalised_for(config, data, shape[0]))
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
     check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
-    model, channels_last, why_layout = context.together(lambda: _model(run, context, data, shape))
+    network = context.together(lambda: build_network(config, context, data, shape, run.run_dir.checkpoints))
+    model, channels_last = network.model, network.channels_last
     run.account.beat()
     splits = _splits(run, context, data)
     workers = run.plan.num_workers
@@ -64,6 +67,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         _check_machines(context, facts)
     console = _console(run, context)
     saver = _saver(run, context, console)
+    # After the evaluator has its copy, which computes nothing twice.
+    lines = [*network.lines, *([recompute(model)] if config.model.checkpointing else [])]
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
     run.job = job = Job(
         config=config,
@@ -79,7 +84,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         preprocess=preprocess,
         image_shape=shape,
         channels_last=channels_last,
-        why_layout=why_layout,
+        why_layout=network.why_layout,
+        frozen_norms=network.frozen_norms,
         is_compiled=run.plan.compiles,
         loss_sum=partial(LOSSES[config.loss.name], config.loss),
         evaluator=evaluator,
@@ -97,7 +103,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     if config.steps_per_execution > 1:
         check_multistep(job)
-    return job, [*summary.plan_screen(job, run.plan, batch, reason), *data.notes, *notes]
+    return job, [*summary.plan_screen(job, run.plan, batch, reason), *lines, *data.notes, *notes]
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
@@ -171,21 +177,6 @@ def _console(run: "Run", context: RunContext) -> Console:
 def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
     config, folder = run.plan.config, run.run_dir.checkpoints
     return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
-
-
-def _model(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> tuple[nn.Module, bool, str]:
-    """The network where it is to be trained, whether it lies in channels_last, and why."""
-    config = run.plan.config
-    model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
-    if config.sync_batchnorm and context.world_size > 1:
-        check_sync_batchnorm(config, len(data.train), context)
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    if config.init_from is not None and not checkpoint.step_folders(run.run_dir.checkpoints):
-        resume.load_weights(model, config.init_from)
-    channels_last, why = choose_channels_last(config, model, context.precision)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    return model.to(context.device), channels_last, why
 
 
 def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch: BatchPlan) -> dict[str, Any]:

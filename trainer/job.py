@@ -82,6 +82,8 @@ class Job:
     channels_last: bool
     """The memory format of images and weights."""
     why_layout: str
+    frozen_norms: list[nn.Module]
+    """BatchNorm layers that stay in evaluation mode."""
     is_compiled: bool
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     evaluator: Evaluator
@@ -124,7 +126,7 @@ class Job:
     @cached_property
     def parameters(self) -> list[nn.Parameter]:
         """All that get a gradient, the ranks' signals too."""
-        return list(self.module.parameters())
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def wall_s(self) -> float:
         """Seconds of the run, start-up since the job was built included, what a crash threw away not."""

@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.errors import ConfigError
+from configs.known_models import is_library_model, is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
 from trainer.data.datasets import load_callable
 
@@ -136,10 +138,21 @@ def build_model(
         raise ConfigError(
             f"model.args do not fit {config.name}: {error}; it takes {inspect.signature(build)}"
         ) from error
-    model = build(**arguments)
+    model = _call(build, arguments, config.name)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name: {config.name} gave a {type(model).__name__}; wanted is a torch.nn.Module")
+    if (name := torchvision_name(config.name)) is not None:
+        model = from_torchvision().with_channels(model, name, image_shape[0])
     return _dense(model.to(dtype))
+
+
+def _call(build: Any, arguments: dict[str, Any], name: str) -> Any:
+    if not is_library_model(name):
+        return build(**arguments)
+    try:  # their builders take any argument, and the classes behind them say what they do not take
+        return build(**arguments)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"model.args do not fit {name}: {error}") from error
 
 
 def _dense(model: nn.Module) -> nn.Module:
@@ -154,21 +167,26 @@ def _dense(model: nn.Module) -> nn.Module:
 def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[Any, dict[str, Any]]:
     if config.name in BUILT_IN:
         return BUILT_IN[config.name], {"num_classes": num_classes, "image_shape": image_shape} | config.args
-    if config.name.startswith("torchvision/"):
-        # 2 s of import, paid only by those who use it.
-        from torchvision.models import get_model_builder, list_models
+    if (name := torchvision_name(config.name)) is not None:
+        library, has_weights = from_torchvision(), is_published(config.weights)
+        return library.builder(name), library.arguments(name, config.args, num_classes, has_weights=has_weights)
+    if (name := timm_name(config.name)) is not None:
+        from trainer import from_timm
 
-        name = config.name.removeprefix("torchvision/")
-        if name not in list_models():
-            raise ConfigError(
-                f"model.name: torchvision has no model {name!r}; it has {', '.join(list_models()[:8])}, ..."
-            )
-        return get_model_builder(name), {"num_classes": num_classes} | config.args
+        return from_timm.builder(name), from_timm.arguments(config.args, num_classes, image_shape[0])
     if ":" not in config.name:
         raise ConfigError(
-            f"model.name: {config.name!r} is not one of {', '.join(BUILT_IN)}, torchvision/NAME or module:callable"
+            f"model.name: {config.name!r} is not one of {', '.join(BUILT_IN)}, a network of torchvision, timm/NAME or "
+            "module:callable"
         )
     return load_callable(config.name, "model.name"), {"num_classes": num_classes} | config.args
+
+
+def from_torchvision() -> ModuleType:
+    """trainer.from_torchvision; its import takes 2 s, paid only by those who use it."""
+    from trainer import from_torchvision as library
+
+    return library
 
 
 def rank_bound_layers(model: nn.Module) -> list[str]:
@@ -177,5 +195,6 @@ def rank_bound_layers(model: nn.Module) -> list[str]:
         f"{name} ({type(layer).__name__}: its statistics are those of a rank's part of the batch)"
         for name, layer in model.named_modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        if layer.training  # a frozen one sees what is the same on all
     ]
     return norms + [f"{name} (drawn by each rank)" for name in random_layers(model)]

@@ -30,6 +30,7 @@ def check_multistep(job: Job) -> None:
         "accumulation (max_per_device_batch_size)": job.order.max_micro_batch < job.order.global_batch_size,
         "data that are not resident": not isinstance(job.source, ResidentSource),
         "layers with buffers, such as BatchNorm": any(True for _ in model.buffers()),
+        "model.checkpointing": config.model.checkpointing,
         "dropout": bool(random_layers(model)),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:
