@@ -74,10 +74,11 @@ def published(name: str, args: dict[str, Any], which: str) -> Published:
 
     build = builder(name)
     known = get_model_weights(name)
+    own_names = [weights.name for weights in known]  # without aliases
     if which != "default" and which not in known.__members__:
-        names = ", ".join(known.__members__) or "none"
+        names = ", ".join(own_names) or "none"
         raise ConfigError(f"model.weights: torchvision has no weights {which!r} for {name}; it has {names}")
-    if not known.__members__:
+    if not own_names:
         raise ConfigError(f"model.weights: torchvision has none for {name}; use model.weights: none or give a path")
     chosen = known.DEFAULT if which == "default" else known[which]
     transforms = chosen.transforms()

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from configs.derive import counted
 from configs.errors import ConfigError
 
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
 
 def recompute(model: nn.Module) -> str:
     """Switch it on in `model`, in place, by timm's own way where the network has it. Returns the plan screen's line.
@@ -24,7 +26,7 @@ def recompute(model: nn.Module) -> str:
         what = "as the network itself does it"
     else:
         # All layers in one block would need as much memory as without.
-        found = list(blocks(model)) or [b for b in blocks(model, is_stage=True) if not isinstance(b, nn.Sequential)]
+        found = list(blocks(model)) or [b for b in blocks(model, is_stage=True) if not isinstance(b, _CONTAINERS)]
         if not found:
             raise ConfigError(
                 "model.checkpointing: the network has no blocks, children of a Sequential or ModuleList with two "
@@ -57,8 +59,7 @@ def blocks(module: nn.Module, *, is_stage: bool = False) -> Iterator[nn.Module]:
 
 def _is_stage(module: nn.Module) -> bool:
     """A row of blocks, and not one of layers."""
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    return isinstance(module, containers) and any(_num_layers(child) > 1 for child in module.children())
+    return isinstance(module, _CONTAINERS) and any(_num_layers(child) > 1 for child in module.children())
 
 
 def _num_layers(module: nn.Module) -> int:
@@ -71,26 +72,7 @@ def _forward(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs
         return forward(*args, **kwargs)
     # A list may grow before it is needed again: that of a DenseNet does with each layer.
     args = tuple(list(arg) if isinstance(arg, list) else arg for arg in args)
-    if torch.compiler.is_compiling():
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return checkpoint(_unchanged(block, forward, args), *args, use_reentrant=False, **kwargs)
-
-
-def _unchanged(block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...]) -> Callable[..., Any]:
-    """`forward`, which raises ConfigError when called again on tensors that were written to meanwhile. Nothing else
-    would tell, and the gradient would be wrong."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    versions = [tensor._version for tensor in tensors]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if [tensor._version for tensor in tensors] != versions:
-            raise ConfigError(
-                f"model.checkpointing: {type(block).__name__} or what follows it changes its input in place, so that it "
-                "cannot be computed again; use a network without inplace=True there, or leave checkpointing off"
-            )
-        return forward(*args, **kwargs)
-
-    return call
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _keep_statistics(model: nn.Module) -> None:

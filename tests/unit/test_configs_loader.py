@@ -254,8 +254,8 @@ BAD_VALUES = [
     (
         "model.name",
         "resnet",
-        "'resnet' is unknown (expected one of mlp, mnist_cnn, small_resnet, a network of torchvision, torchvision/NAME, "
-        "timm/NAME or module:callable); did you mean 'resnet50'?",
+        "'resnet' is unknown (expected one of mlp, mnist_cnn, small_resnet, a network of torchvision, "
+        "torchvision/NAME, timm/NAME or module:callable); did you mean 'resnet50'?",
     ),
     ("model.args", "5", "5 is not a section (expected keys in it, such as model.args.width)"),
     ("model.args", "{1: 2}", "key 1 is not text; put it in quotes"),
