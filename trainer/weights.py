@@ -57,8 +57,8 @@ def _named_by(config: RunConfig) -> tuple[Tensors, str, Path]:
     place = published.locate()
     if place is None:
         raise EnvironmentProblem(
-            f"model.weights: {published.label} for {published.name} is not in the cache; `python -m trainer.prepare "
-            "PLAN` fetches it, as the launcher does, or give a path"
+            f"model.weights: {published.label} for {published.name} is not in the cache, where `python -m launch` puts "
+            "it before the ranks start; start with that, or give a path"
         )
     try:
         source = published.build(place)

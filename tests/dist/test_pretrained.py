@@ -16,6 +16,7 @@ from configs.schema import RunConfig
 from configs.sections import ModelConfig
 from tests.dist.harness import exit_statuses, finished, fork, run, tiny_config
 from tests.dist.test_downloads import Server, server  # noqa: F401
+from tests.dist.toys import Images
 from trainer.published import prepare_weights
 
 NAME = "shufflenet_v2_x0_5"  # 0.35 million parameters but for its head, and BatchNorm throughout
@@ -31,6 +32,18 @@ def as_published(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     torch.save(model.state_dict(), folder / "new")
     digest = hashlib.sha256((folder / "new").read_bytes()).hexdigest()
     return (folder / "new").rename(folder / f"shufflenet-{digest[:8]}.pth"), model.state_dict()
+
+
+def for_grey(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return state | {"conv1.0.weight": state["conv1.0.weight"].sum(1, keepdim=True)}
+
+
+class SixClasses(Images):
+    classes = ("a", "b", "c", "d", "e", "f")  # type: ignore[assignment]
+
+
+def six_classes(train: bool) -> SixClasses:
+    return SixClasses(64 if train else 23, 1 + (not train))
 
 
 @pytest.fixture
@@ -156,7 +169,7 @@ def test_only_the_head_of_a_frozen_network_trains_and_a_resume_has_the_same_bits
     )
     assert "normalise  mean 0.449, std 0.226: those of the weights" in log
     assert "BatchNorm layers in evaluation mode, statistics as they are" in log
-    expected = published | {"conv1.0.weight": published["conv1.0.weight"].sum(1, keepdim=True)}
+    expected = for_grey(published)
     wrong = [name for name, tensor in state.items() if name not in HEAD and not torch.equal(tensor, expected[name])]
     assert wrong == []
     assert whole.metric("train/loss")[-1][1] < whole.metric("train/loss")[0][1]
@@ -170,7 +183,7 @@ def test_only_the_head_of_a_frozen_network_trains_and_a_resume_has_the_same_bits
 
 
 def test_virtual_shards_of_a_frozen_network_have_the_same_bits_on_any_number_of_ranks(tmp_path: Path) -> None:
-    path, _ = as_published(tmp_path)
+    path, published = as_published(tmp_path)
     one, two = (
         finished(
             tmp_path / f"{world_size}",
@@ -180,7 +193,8 @@ def test_virtual_shards_of_a_frozen_network_have_the_same_bits_on_any_number_of_
         for world_size in (1, 2)
     )
     assert all(torch.equal(tensor, two.export()[name]) for name, tensor in one.export().items())
-    moved = {name for name, tensor in one.export().items() if not torch.equal(tensor, torch.load(path)[name])}
+    expected = for_grey(published)
+    moved = {name for name, tensor in one.export().items() if not torch.equal(tensor, expected[name])}
     assert {name.partition(".")[0] for name in moved} == {"stage4", "conv5", "fc"}
 
 
@@ -211,7 +225,7 @@ def test_what_was_frozen_trains_on_when_it_is_no_longer(tmp_path: Path) -> None:
 def test_a_run_folder_gives_its_weights_to_another_number_of_classes(tmp_path: Path) -> None:
     source = finished(tmp_path / "source", tiny_config(max_epochs=1))
     model = {"name": "mlp", "args": {"hidden": [16]}, "weights": str(source.run_dir.path), "freeze": "layers.0"}
-    other = tiny_config(max_epochs=1, model=model, data__name="tests.dist.toys:more_classes", data__num_classes=6)
+    other = tiny_config(max_epochs=1, model=model, data__name=f"{__name__}:six_classes", data__num_classes=6)
     taken = finished(tmp_path / "taken", other, 2)
     assert torch.equal(taken.export()["layers.0.weight"], source.export()["layers.0.weight"])
     assert "new, from seed 0: layers.1.weight, layers.1.bias (6 classes, it has 4)" in taken.log()

@@ -1,6 +1,7 @@
 """Weights from files into networks: what must fit, what begins anew, what is adapted."""
 
 import argparse
+import os
 import pickle
 from collections import OrderedDict
 from pathlib import Path
@@ -150,6 +151,22 @@ def test_a_pickle_that_would_run_code_is_an_error_and_does_not_run(tmp_path: Pat
         take_weights(build(7), config(weights=str(path)), 7, 3)
     assert "\n" not in str(told.value)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", ["bomb", "junk", "another network"])
+def test_what_lies_in_the_cache_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    place = tmp_path / "hub" / "checkpoints" / "squeezenet1_1-b8a52dc0.pth"
+    place.parent.mkdir(parents=True)
+    state = {"weight": torch.zeros(3)}
+    place.write_bytes(b"junk")
+    if content != "junk":
+        torch.save(_Bomb(tmp_path / "ran") if content == "bomb" else state, place)
+    with pytest.raises(CheckpointError, match=f"{place} is not the weights of squeezenet1_1: ") as told:
+        take_weights(build(7), config(weights="default"), 7, 3)
+    assert "\n" not in str(told.value)
+    assert not (tmp_path / "ran").exists()
+    assert "TORCH_FORCE_WEIGHTS_ONLY_LOAD" not in os.environ
 
 
 @pytest.mark.parametrize("entry", ["model", "state_dict", "model_state_dict"])
