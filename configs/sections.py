@@ -29,7 +29,7 @@ class ModelConfig(Section):
         "module:callable (num_classes: int, **args)",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
-    weights: Annotated[str, BeforeValidator(weights_name)] = Field(
+    weights: Annotated[str, Field(min_length=1), BeforeValidator(weights_name)] = Field(
         default="none",
         description="default: the library's pretrained weights, or a name of such (IMAGENET1K_V1); or the path of a "
         ".safetensors, .pth or run folder; what differs in the head begins anew",

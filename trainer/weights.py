@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model", "model_state_d
 _WRAPPERS = ("_orig_mod.", "module.")
 _AUXILIARY = ("AuxLogits.", "aux1.", "aux2.")
 """Heads of GoogLeNet and Inception that only training with them needs."""
+_OLD_DENSENET = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])(?=\.)")
 
 
 def take_weights(model: nn.Module, config: RunConfig, num_classes: int, channels: int) -> list[str]:
@@ -37,14 +39,21 @@ def take_weights(model: nn.Module, config: RunConfig, num_classes: int, channels
     if config.init_from is not None:
         found, path = read_weights(config.init_from, "init_from")
         check_fits(_shapes(model.state_dict()), _shapes(found), path)
-        model.load_state_dict(found)
+        _copy_into(model, found)
         return [f"weights    {path}: all {counted(len(found), 'tensor')}"]
     if config.model.weights == NO_WEIGHTS:
         return []
     found, label, path = _named_by(config)
     fit = fit_weights(model, found, num_classes, channels, path)
-    model.load_state_dict(fit.tensors)
+    _copy_into(model, fit.tensors)
     return [f"weights    {label}: {fit.describe(model, config.seed)}"]
+
+
+@torch.no_grad()
+def _copy_into(model: nn.Module, tensors: Tensors) -> None:
+    """Without load_state_dict, which for some networks (MNASNet) wants to know more than the tensors."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        tensor.copy_(tensors[name])
 
 
 def _named_by(config: RunConfig) -> tuple[Tensors, str, Path]:
@@ -138,6 +147,7 @@ def fit_weights(model: nn.Module, found: Tensors, num_classes: int, channels: in
     """`found` for `model`, which was built for `num_classes` and `channels`. Raises CheckpointError naming what does
     not fit though it is neither the head nor the first convolution."""
     wanted = dict(model.state_dict())
+    found = {_new_name(name, wanted): tensor for name, tensor in found.items()}
     found = {name: tensor for name, tensor in found.items() if name in wanted or not name.startswith(_AUXILIARY)}
     # What it counts is only of use without a momentum, and files of before 2019 lack it.
     counters = {name for name in wanted if name.endswith("num_batches_tracked")} - found.keys()
@@ -146,6 +156,12 @@ def fit_weights(model: nn.Module, found: Tensors, num_classes: int, channels: in
     kept = {name: wanted[name] for name in (*counters, *new)}
     check_fits(_shapes(wanted), _shapes(found | kept), path)
     return Fit(found | kept, new, old_classes, adapted)
+
+
+def _new_name(name: str, wanted: Tensors) -> str:
+    """What a tensor of torchvision's published DenseNets, whose files have the names of 2017, is called today."""
+    today = _OLD_DENSENET.sub(r"\1\2", name)
+    return today if name not in wanted and today in wanted else name
 
 
 def _new_head(model: nn.Module, wanted: Tensors, found: Tensors, num_classes: int) -> tuple[list[str], int | None]:

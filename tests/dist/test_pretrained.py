@@ -21,6 +21,7 @@ from trainer.published import prepare_weights
 
 NAME = "shufflenet_v2_x0_5"  # 0.35 million parameters but for its head, and BatchNorm throughout
 WEIGHTS = zoo.ShuffleNet_V2_X0_5_Weights.IMAGENET1K_V1
+COMPILE = torch.nn.Module.compile
 HEAD = {"fc.weight", "fc.bias"}
 
 
@@ -210,6 +211,26 @@ def test_checkpointing_changes_no_bit(tmp_path: Path, changes: dict[str, Any]) -
     for before, after in zip((plain.shared["model"], *plain.ranks), (less.shared["model"], *less.ranks), strict=True):
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
     assert first == second
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_compiled_training_freezes_and_checkpoints_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """Through the compiler's own recomputation, without its C++; a batch of another size at the end runs eagerly."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: COMPILE(self, backend="aot_eager"))
+    model = {"name": "small_resnet", "args": {"depth": 1, "width": 8}, "freeze": ["stem"], "checkpointing": True}
+    settings: dict[str, Any] = {"model": model, "global_batch_size": 12, "max_epochs": 1, "dtype": "float64"}
+    eager = finished(tmp_path / "eager", tiny_config(**settings), world_size)
+    compiled = finished(tmp_path / "compiled", tiny_config(compile=True, **settings), world_size)
+    plain = finished(
+        tmp_path / "plain", tiny_config(**settings | {"model": model | {"checkpointing": False}}), world_size
+    )
+    for name, tensor in plain.export().items():
+        assert torch.equal(eager.export()[name], tensor), name
+        torch.testing.assert_close(compiled.export()[name], tensor, rtol=1e-9, atol=1e-12, msg=name)
+    assert int(plain.export()["stem.1.num_batches_tracked"]) == 0
+    assert int(plain.export()["blocks.0.first.1.num_batches_tracked"]) == 6
 
 
 def test_what_was_frozen_trains_on_when_it_is_no_longer(tmp_path: Path) -> None:

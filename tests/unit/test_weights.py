@@ -3,6 +3,7 @@
 import argparse
 import os
 import pickle
+import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,18 @@ def test_counters_that_an_old_file_lacks_stay_at_zero() -> None:
     model.load_state_dict(fit.tensors)
     assert int(model.get_buffer("1.num_batches_tracked")) == 0
     assert bool((model.get_buffer("1.running_mean") == 1).all())
+
+
+@pytest.mark.parametrize("name", ["densenet121", "mnasnet0_5"])
+def test_networks_with_a_past_are_read(tmp_path: Path, name: str) -> None:
+    """torchvision's DenseNets are published with other names; its MNASNets load nothing without a version."""
+    model = build_model(config(name=name).model, 7, (3, 64, 64), 0, torch.float32)
+    source = build_model(config(name=name).model, 7, (3, 64, 64), 1, torch.float32).state_dict()
+    old = {re.sub(r"(denselayer\d+\.(norm|conv))(\d)", r"\1.\3", name): tensor for name, tensor in source.items()}
+    assert ("features.denseblock1.denselayer1.norm.1.weight" in old) is (name == "densenet121")
+    torch.save(old, tmp_path / "net.pth")
+    take_weights(model, config(name=name, weights=str(tmp_path / "net.pth")), 7, 3)
+    assert all(torch.equal(tensor, source[name]) for name, tensor in model.state_dict().items())
 
 
 def test_auxiliary_heads_of_a_file_are_left_out() -> None:
