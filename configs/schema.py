@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.data_section import DataConfig
+from configs.known_models import NO_WEIGHTS
 from configs.sections import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -77,7 +78,8 @@ class RunConfig(Section):
     )
     sync_batchnorm: bool = Field(default=False, description="BatchNorm over the global batch; GPUs only")
     init_from: str | None = Field(
-        default=None, description="model.safetensors or a run folder to take weights from; nothing else"
+        default=None,
+        description="model.safetensors or a run folder to take weights from, which must fit in full; nothing else",
     )
     max_time_s: Positive | None = Field(
         default=None, description="save and stop, to be gone on with, when this start has lasted this long"
@@ -120,15 +122,20 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_start(self) -> Self:
-        if self.init_from is not None and self.model.weights is not None:
-            raise ValueError("init_from and model.weights are two things to start from; give one")
-        return self
-
-    @model_validator(mode="after")
     def _one_batchnorm(self) -> Self:
         if self.virtual_shards and self.sync_batchnorm:
             raise ValueError("virtual_shards and sync_batchnorm are two ways to one BatchNorm; give one")
+        return self
+
+    @model_validator(mode="after")
+    def _one_source_of_weights(self) -> Self:
+        if self.init_from is not None and self.model.weights != NO_WEIGHTS:
+            raise ValueError("init_from and model.weights are two sources of weights; give one")
+        if self.model.checkpointing and self.sync_batchnorm:
+            raise ValueError(
+                "model.checkpointing does not go with sync_batchnorm, whose ranks would exchange statistics in the "
+                "backward pass too; give one"
+            )
         return self
 
     @model_validator(mode="after")
@@ -161,6 +168,7 @@ FREE_ON_RESUME = (
     "data.num_workers",
     "data.on_bad_image",
     "data.max_bad_images",
+    "model.checkpointing",
     "eval.mode",
     "max_time_s",
     "nonfinite",

@@ -4,10 +4,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from configs.known_models import is_library_model, is_published
 from configs.values import (
     Count,
     CountOrZero,
     Fraction,
+    Names,
     NonNegative,
     PerChannel,
     Positive,
@@ -24,23 +26,38 @@ class ModelConfig(Section):
 
     name: Annotated[str, AfterValidator(model_name)] = Field(
         default="mnist_cnn",
-        description="mlp, mnist_cnn, small_resnet, a network of torchvision's such as resnet50, timm/NAME, or "
+        description="mlp, mnist_cnn, small_resnet, a network of torchvision such as resnet50, timm/NAME, or "
         "module:callable (num_classes: int, **args)",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
-    weights: Annotated[str | None, BeforeValidator(weights_name)] = Field(
-        default=None,
-        description="what to start from: none; default, the library's own; one of torchvision's by name, such as "
-        "IMAGENET1K_V1; or a file (.safetensors, .pth) or run folder. Head and input are fitted to the data",
+    weights: Annotated[str, Field(min_length=1), BeforeValidator(weights_name)] = Field(
+        default="none",
+        description="default: the library's pretrained weights, or a name of such (IMAGENET1K_V1); or the path of a "
+        ".safetensors, .pth or run folder; what differs in the head begins anew",
     )
-    freeze: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        default=(),
-        description="parameters that are not trained, by patterns of their names, of which the last that fits counts; "
-        '! takes back: ["*", "!fc.*"]',
+    freeze: Names = Field(
+        default=(), description="parameters that do not train, by name or module, * and ? allowed: [conv1, layer1]"
+    )
+    freeze_except: Names = Field(
+        default=(), description="parameters that train though freeze names them; without freeze: all others are frozen"
     )
     checkpointing: bool = Field(
-        default=False, description="compute the blocks' activations again in the backward pass, to save memory"
+        default=False,
+        description="gradient checkpointing: compute a block's activations again in the backward pass instead of "
+        "keeping them; the same results with less memory, about a third slower",
     )
+
+    @model_validator(mode="after")
+    def _weights_of_a_library(self) -> Self:
+        if is_published(self.weights) and not is_library_model(self.name):
+            raise ValueError(
+                f"weights: {self.weights} is for networks of torchvision and timm, and name is {self.name}; give a "
+                f"path, such as ./{self.weights}"
+            )
+        given = [key for key in ("weights", "pretrained") if key in self.args]
+        if given and is_library_model(self.name):
+            raise ValueError(f"args.{given[0]}: use model.weights, which is fetched once and checked")
+        return self
 
 
 class LossConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
-from configs.known_models import BUILT_IN_MODELS, TORCHVISION_MODELS
+from configs.known_models import BUILT_IN_MODELS, TIMM, TORCHVISION, TORCHVISION_MODELS
 
 FP32_SPELLINGS = ("no", "off", "false", "fp32", "none")
 
@@ -40,38 +40,33 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def _is_own(name: str) -> bool:
-    """Whether it is `module:callable` of the user's own."""
+def _known_or_own(name: str, known: Iterable[str], also: str, more: Iterable[str] = ()) -> str:
+    """A built-in name, one of `more`, which are too many to be listed, or `module:callable` of the user's own."""
     module, _, attribute = name.partition(":")
-    return bool(module and attribute)
+    if name in known or name in more or (module and attribute):
+        return name
+    near = did_you_mean(name, (*known, *more))
+    raise ValueError(f"'{name}' is unknown (expected one of {', '.join(known)}, {also}){near}")
 
 
 def data_name(name: str) -> str:
-    known = (*KNOWN_DATA, IMAGE_FOLDER)
-    if name in known or _is_own(name):
-        return name
-    raise ValueError(
-        f"'{name}' is unknown (expected one of {', '.join(known)}, or module:callable){did_you_mean(name, known)}"
-    )
+    return _known_or_own(name, (*KNOWN_DATA, IMAGE_FOLDER), "or module:callable")
 
 
 def model_name(name: str) -> str:
-    known = (*BUILT_IN_MODELS, *TORCHVISION_MODELS)
-    if name in known or name.startswith(("torchvision/", "timm/")) or _is_own(name):
+    if name.startswith((TORCHVISION, TIMM)):
         return name
-    raise ValueError(
-        f"'{name}' is unknown (expected one of {', '.join(BUILT_IN_MODELS)}, a network of torchvision's, timm/NAME or "
-        f"module:callable){did_you_mean(name, known)}"
-    )
+    also = "a network of torchvision, torchvision/NAME, timm/NAME or module:callable"
+    return _known_or_own(name, BUILT_IN_MODELS, also, TORCHVISION_MODELS)
+
+
+def one_or_more(value: Any) -> Any:
+    """A list, or its only item."""
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 def weights_name(value: Any) -> Any:
-    return None if isinstance(value, str) and value.lower() == "none" else value
-
-
-def is_published(weights: str) -> bool:
-    """Whether `weights` names what a library publishes, such as IMAGENET1K_V2, and not a file."""
-    return weights == "default" or (weights.replace("_", "").isalnum() and weights.isupper())
+    return "none" if value is None else value
 
 
 Count = Annotated[int, Field(ge=1), BeforeValidator(whole)]
@@ -82,6 +77,7 @@ Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PerChannel = Annotated[tuple[Finite, ...], Field(min_length=1), BeforeValidator(as_tuple)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(one_or_more)]
 Range = Annotated[tuple[Finite, Finite], BeforeValidator(as_tuple)]
 Precision = Annotated[Literal["auto", "no", "fp16", "bf16"], BeforeValidator(precision)]
 Auto = Literal["auto"]

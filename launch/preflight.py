@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import os
 import resource
 import shlex
@@ -19,9 +20,8 @@ from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
 from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
-from configs.run_dir import RunDir
+from configs.known_models import NO_WEIGHTS, is_published, timm_name
 from configs.schema import RunConfig
-from configs.values import is_published
 from launch.backends import Rendezvous
 from launch.plan import LaunchPlan, num_loaders
 from launch.processes import dies_with_parent
@@ -73,23 +73,22 @@ def data_missing(config: RunConfig, cwd: Path) -> bool:
     return not known.is_complete(cwd / config.data.root)
 
 
-def weights_wanted(config: RunConfig, run: RunDir) -> bool:
-    """Whether weights that a library publishes are to be had: they are what a run without a checkpoint starts from."""
-    weights = config.model.weights
-    return weights is not None and is_published(weights) and not any(run.checkpoints.glob("step_*"))
-
-
-def check_weights(config: RunConfig, cwd: Path) -> None:
-    """Raise ConfigError where the file of weights is not there."""
-    weights = config.model.weights
-    if weights is not None and not is_published(weights) and not (cwd / weights).exists():
-        raise ConfigError(f"model.weights: there is no {cwd / weights}; give a file, a run folder, default or none")
-
-
 def check_folders(config: RunConfig, cwd: Path) -> None:
     """Raise ConfigError where a folder of images is not where, or not as, the settings say."""
     if config.data.name == IMAGE_FOLDER:
         find_splits(config.data, cwd)
+
+
+def check_model(config: RunConfig, cwd: Path, *, is_new: bool) -> None:
+    """Raise ConfigError where weights to begin with are not where the settings say, or timm is not installed; a run
+    that `is_new` has no checkpoint to go on from."""
+    if timm_name(config.model.name) is not None and importlib.util.find_spec("timm") is None:
+        raise ConfigError(f"model.name: {config.model.name} needs timm, which is not installed; `pip install timm`")
+    weights = config.model.weights
+    given = weights if weights != NO_WEIGHTS and not is_published(weights) else None
+    for key, place in (("init_from", config.init_from), ("model.weights", given)):
+        if is_new and place is not None and not (cwd / place).exists():
+            raise ConfigError(f"{key}: {place} does not exist")
 
 
 def prepare_data(plan: LaunchPlan, environ: Mapping[str, str], module: str) -> int:

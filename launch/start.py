@@ -10,6 +10,7 @@ from typing import Any, Literal
 from configs.derive import counted
 from configs.errors import EXIT_DONE, ConfigError
 from configs.folders import with_folder
+from configs.known_models import is_published
 from configs.loader import LoadedConfig, load_config
 from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
@@ -162,7 +163,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)
     preflight.check_folders(job.plan.config, options.cwd)
-    preflight.check_weights(job.plan.config, options.cwd)
+    preflight.check_model(job.plan.config, options.cwd, is_new=_is_new(RunDir(job.request.attempt.path.parent.parent)))
     preflight.check_open_files(job.plan)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
         preflight.check_rendezvous(job.request.nodes)
@@ -241,7 +242,8 @@ def _attempt(
             (attempt.path / name).write_text(text, encoding="utf-8")
         _save(plan)
         _announce(plan, run, options.endpoint, is_first=is_first)
-        if is_first and (preflight.data_missing(plan.config, plan.cwd) or preflight.weights_wanted(plan.config, run)):
+        fetches_weights = is_published(plan.config.model.weights) and _is_new(run)
+        if is_first and (fetches_weights or preflight.data_missing(plan.config, plan.cwd)):
             code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
             if code != EXIT_DONE:
                 return plan, Verdict(code, [])
@@ -251,6 +253,11 @@ def _attempt(
             _save(settled)
             os.utime(attempt.plan, ns=(written.st_atime_ns, written.st_mtime_ns))  # the account of time starts there
         return settled, _run(settled, run, options, signals)
+
+
+def _is_new(run: RunDir) -> bool:
+    """Whether there is no checkpoint to go on from."""
+    return run_folder.newest_step(run) is None
 
 
 def _save(plan: LaunchPlan) -> None:

@@ -12,9 +12,8 @@ from configs.derive import BatchPlan
 from configs.errors import ConfigError
 from configs.schema import RunConfig
 from configs.sections import LossConfig
-from trainer import checkpoint, resume, summary
+from trainer import resume, summary
 from trainer.agreement import WithSignals
-from trainer.choices import choose_channels_last
 from trainer.console import Console
 from trainer.data import jpeg
 from trainer.data.augment import Preprocess
@@ -26,16 +25,16 @@ from trainer.data.sampling import draw, sampling_weights
 from trainer.data.source import Source, build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
-from trainer.frozen import freeze, recompute_blocks
 from trainer.guard import Guard
 from trainer.job import Job
 from trainer.losses import LOSSES, class_weights
 from trainer.metrics import LossWindow
-from trainer.models import build_model, may_draw, rank_bound_layers
+from trainer.models import may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
+from trainer.network import build_network, normalised_for
 from trainer.optim import Ema, build_optimizer
-from trainer.pretrained import load_pretrained, published_stats
-from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.recompute import recompute
+from trainer.runtime import RunContext
 from trainer.saving import Saver
 from trainer.shards import Shards
 from trainer.tracking import NullTracker, SampleLog
@@ -53,13 +52,11 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     data = context.together(lambda: _data(run))
     run.account.beat()
     shape = image_shape(data)
+    data = context.together(lambda: normalised_for(config, data, shape[0]))
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
     check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
-    model, said = context.together(lambda: _network(run, context, data, shape))
-    channels_last, why_layout = choose_channels_last(config, model, context.precision)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    model = model.to(context.device)
+    network = context.together(lambda: build_network(config, context, data, shape, run.run_dir.checkpoints))
+    model, channels_last = network.model, network.channels_last
     run.account.beat()
     splits = _splits(run, context, data)
     workers = run.plan.num_workers
@@ -70,8 +67,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop, each)
         for split, each in zip(splits, (policy, None), strict=True)
     )
-    mean, std = published_stats(config.model) or (None, None) if data.mean is None else (data.mean, data.std)
-    preprocess = Preprocess(config.data.augment, config.seed, mean, std, context.dtype, device)
+    preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
     drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
     weight = context.together(lambda: class_weights(config.loss, data.num_classes, known_labels(data.train)))
     weight = weight if weight is None else weight.to(device)
@@ -81,6 +77,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         _check_machines(context, facts)
     console = _console(run, context)
     saver = _saver(run, context, console)
+    # After the evaluator has its copy, which computes nothing twice.
+    lines = [*network.lines, *([recompute(model)] if config.model.checkpointing else [])]
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
     place = device if residency == "device" else torch.device("cpu")
     order = _order(config, context, batch, len(data.train), place, drawn_by)
@@ -100,7 +98,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         image_shape=shape,
         may_draw=may_draw(model),
         channels_last=channels_last,
-        why_layout=why_layout,
+        why_layout=network.why_layout,
+        frozen_norms=network.frozen_norms,
         is_compiled=run.plan.compiles,
         loss_sum=partial(LOSSES[config.loss.name], config.loss, weight),
         evaluator=evaluator,
@@ -121,7 +120,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         check_multistep(job)
     if not job.trains:
         return job, list(data.notes)
-    return job, [*summary.plan_screen(job, run.plan, batch, reason), *said, *data.notes, *notes]
+    return job, [*summary.plan_screen(job, run.plan, batch, reason), *lines, *data.notes, *notes]
 
 
 def _data(run: "Run") -> Data:
@@ -206,25 +205,6 @@ def _console(run: "Run", context: RunContext) -> Console:
 def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
     config, folder = run.plan.config, run.run_dir.checkpoints
     return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
-
-
-def _network(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> tuple[nn.Module, list[str]]:
-    """The network with its first weights, on the CPU, and what to say of it."""
-    config, said = run.plan.config, list[str]()
-    model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
-    if not checkpoint.step_folders(run.run_dir.checkpoints):
-        if config.init_from is not None:
-            resume.load_weights(model, config.init_from)
-        if config.model.weights is not None:
-            said.append(load_pretrained(model, config.model, data.num_classes))
-    if config.model.freeze:
-        said.append(freeze(model, config.model.freeze))
-    if config.model.checkpointing:
-        said.append(recompute_blocks(model))
-    if config.sync_batchnorm and context.world_size > 1:
-        check_sync_batchnorm(config, len(data.train), context)
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return model, said
 
 
 def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch: BatchPlan) -> dict[str, Any]:

@@ -198,8 +198,11 @@ def copy_other_buffers(trained: nn.Module, model: nn.Module, context: RunContext
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """`model` in evaluation mode inside: no dropout, and no BatchNorm buffer is touched."""
     was_training = model.training
+    stay = [module for module in model.modules() if not module.training]
     model.eval()
     try:
         yield
     finally:
         model.train(was_training)
+        for module in stay:
+            module.eval()

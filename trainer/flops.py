@@ -28,7 +28,7 @@ class Flops:
 
     forward: int
     total: int
-    """Forward and backward, without the gradient of the images. What checkpointing computes again counts again."""
+    """Forward and backward, without the gradient of the images. What checkpointing computes again does not count."""
     unknown: str = ""
     """Why they could not be counted; then both are 0."""
 

@@ -88,6 +88,8 @@ class Job:
     channels_last: bool
     """The memory format of images and weights."""
     why_layout: str
+    frozen_norms: list[nn.Module]
+    """BatchNorm layers that stay in evaluation mode."""
     is_compiled: bool
     loss_sum: Callable[[Tensor, Tensor], Tensor]
     evaluator: Evaluator

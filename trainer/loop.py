@@ -14,6 +14,7 @@ from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
 from trainer.faults import Pieces
+from trainer.freeze import in_evaluation
 from trainer.job import Job, Pending
 from trainer.multistep import MultiStep
 from trainer.optim import apply_update
@@ -29,6 +30,7 @@ def train(job: Job) -> bool:
     if job.signals is not None and not job.is_finished():
         settle_buckets(job)
     job.module.train()
+    in_evaluation(job.frozen_norms)
     order = job.order.batches(state.epoch, state.batch_in_epoch)
     batches = job.source.training(order)
     multistep = MultiStep(job) if job.config.steps_per_execution > 1 else None

@@ -1,18 +1,17 @@
 """Names to networks."""
 
 import inspect
-from functools import partial
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.errors import ConfigError, EnvironmentProblem
-from configs.known_models import TORCHVISION_MODELS
+from configs.errors import ConfigError
+from configs.known_models import is_library_model, is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
-from configs.values import did_you_mean
 from trainer.data.datasets import load_callable
 
 
@@ -126,10 +125,6 @@ class SmallResNet(nn.Module):
         return logits
 
 
-# Without the second heads of their training, which give a tuple; the slow first values as published.
-_WITHOUT_AUXILIARY: dict[str, dict[str, Any]] = {
-    name: {"aux_logits": False, "init_weights": True} for name in ("googlenet", "inception_v3")
-}
 BUILT_IN: dict[str, type[nn.Module]] = {"mlp": MLP, "mnist_cnn": MnistCNN, "small_resnet": SmallResNet}
 
 
@@ -150,17 +145,21 @@ def build_model(
         raise ConfigError(
             f"model.args do not fit {config.name}: {error}; it takes {inspect.signature(build)}"
         ) from error
-    try:
-        model = build(**arguments)
-    except TypeError as error:
-        if not _is_of_library(config.name):
-            raise
-        raise ConfigError(f"model.args do not fit {config.name}: {error}") from error
-    if torchvision_name(config.name) is not None:
-        _fit_input(model, image_shape[0])
+    model = _call(build, arguments, config.name)
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model.name: {config.name} gave a {type(model).__name__}; wanted is a torch.nn.Module")
+    if (name := torchvision_name(config.name)) is not None:
+        model = from_torchvision().with_channels(model, name, image_shape[0])
     return _dense(model.to(dtype))
+
+
+def _call(build: Any, arguments: dict[str, Any], name: str) -> Any:
+    if not is_library_model(name):
+        return build(**arguments)
+    try:  # their builders take any argument, and the classes behind them say what they do not take
+        return build(**arguments)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"model.args do not fit {name}: {error}") from error
 
 
 def _dense(model: nn.Module) -> nn.Module:
@@ -176,60 +175,25 @@ def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int,
     if config.name in BUILT_IN:
         return BUILT_IN[config.name], {"num_classes": num_classes, "image_shape": image_shape} | config.args
     if (name := torchvision_name(config.name)) is not None:
-        # 2 s of import, paid only by those who use it.
-        from torchvision.models import get_model_builder, list_models
+        library, has_weights = from_torchvision(), is_published(config.weights)
+        return library.builder(name), library.arguments(name, config.args, num_classes, has_weights=has_weights)
+    if (name := timm_name(config.name)) is not None:
+        from trainer import from_timm
 
-        if name not in list_models():
-            raise ConfigError(f"model.name: torchvision has no model {name!r}{did_you_mean(name, list_models())}")
-        return get_model_builder(name), {"num_classes": num_classes} | _WITHOUT_AUXILIARY.get(name, {}) | config.args
-    if config.name.startswith("timm/"):
-        timm, name = import_timm(), config.name.removeprefix("timm/")
-        if not timm.is_model(name):
-            raise ConfigError(f"model.name: timm has no model {name!r}{did_you_mean(name, timm.list_models())}")
-        fixed = {"num_classes": num_classes, "in_chans": image_shape[0]}
-        return partial(timm.create_model, name), fixed | config.args
+        return from_timm.builder(name), from_timm.arguments(config.args, num_classes, image_shape[0])
+    if ":" not in config.name:
+        raise ConfigError(
+            f"model.name: {config.name!r} is not one of {', '.join(BUILT_IN)}, a network of torchvision, timm/NAME or "
+            "module:callable"
+        )
     return load_callable(config.name, "model.name"), {"num_classes": num_classes} | config.args
 
 
-def torchvision_name(name: str) -> str | None:
-    """What torchvision calls the network `name`; None for others'."""
-    return name.removeprefix("torchvision/") if name.startswith("torchvision/") or name in TORCHVISION_MODELS else None
+def from_torchvision() -> ModuleType:
+    """trainer.from_torchvision; its import takes 2 s, paid only by those who use it."""
+    from trainer import from_torchvision as library
 
-
-def _is_of_library(name: str) -> bool:
-    return torchvision_name(name) is not None or name.startswith("timm/")
-
-
-def import_timm(wanted: str = "model.name: timm/NAME") -> Any:
-    """timm, which is not installed with the rest. Raises EnvironmentProblem if it is missing."""
-    try:
-        import timm
-    except ModuleNotFoundError as error:
-        raise EnvironmentProblem(
-            f"{wanted} needs timm, which is not installed: make setup PIP_ARGS=timm, or pip install timm"
-        ) from error
-    return timm
-
-
-def _fit_input(model: nn.Module, channels: int) -> None:
-    """Have torchvision's network, made for three channels, take `channels`: its first convolution is another."""
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Conv2d):
-            if layer.in_channels != channels:
-                parent, _, own = name.rpartition(".")
-                setattr(model.get_submodule(parent), own, _for_channels(layer, channels))
-            return
-
-
-def _for_channels(layer: nn.Conv2d, channels: int) -> nn.Conv2d:
-    return nn.Conv2d(
-        channels,
-        layer.out_channels,
-        layer.kernel_size,  # type: ignore[arg-type]  # a tuple of two
-        layer.stride,  # type: ignore[arg-type]
-        layer.padding,  # type: ignore[arg-type]
-        bias=layer.bias is not None,
-    )
+    return library
 
 
 def rank_bound_layers(model: nn.Module) -> list[str]:
@@ -238,5 +202,6 @@ def rank_bound_layers(model: nn.Module) -> list[str]:
         f"{name} ({type(layer).__name__}: its statistics are those of a rank's part of the batch)"
         for name, layer in model.named_modules()
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+        if layer.training  # a frozen one sees what is the same on all
     ]
     return norms + [f"{name} (drawn by each rank)" for name in random_layers(model)]

@@ -33,6 +33,7 @@ def check_multistep(job: Job) -> None:
         "mixup or cutmix": job.mixing is not None,
         f"optim.name: {config.optim.name}": config.optim.name not in ("sgd", "adam", "adamw"),
         "optim.layer_decay": config.optim.layer_decay != 1.0,
+        "model.checkpointing": config.model.checkpointing,
         "dropout": bool(random_layers(model)),
     }
     if found := [reason for reason, holds in reasons.items() if holds]:

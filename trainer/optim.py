@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from configs.errors import ConfigError
 from configs.sections import OptimConfig
-from trainer.frozen import blocks_of
 from trainer.optimizer import Group, Optimizer
+from trainer.recompute import blocks
 from trainer.updates import check_installed
 
 
@@ -40,15 +40,15 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     names = [name for name, _ in model.named_parameters()]
     if decay == 1.0:
         return dict.fromkeys(names, 1.0)
-    blocks = [{id(parameter) for parameter in block.parameters()} for block in blocks_of(model)]
-    if not blocks:
+    own_parts = [{id(parameter) for parameter in block.parameters()} for block in blocks(model)]
+    if not own_parts:
         raise ConfigError("optim.layer_decay: the network has no sequence of blocks; leave it out")
     layer, layers = 0, dict[str, int]()
     for name, parameter in model.named_parameters():
-        own = next((number for number, block in enumerate(blocks, 1) if id(parameter) in block), None)
-        layer = own if own is not None else len(blocks) + 1 if layer == len(blocks) else layer
+        own = next((number for number, part in enumerate(own_parts, 1) if id(parameter) in part), None)
+        layer = own if own is not None else len(own_parts) + 1 if layer == len(own_parts) else layer
         layers[name] = layer
-    return {name: decay ** (len(blocks) + 1 - number) for name, number in layers.items()}
+    return {name: decay ** (len(own_parts) + 1 - number) for name, number in layers.items()}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:

@@ -1,20 +1,16 @@
 """Work that must be done once, before any rank starts: `python -m trainer.prepare PLAN` unpacks or downloads the data
-set and the weights to start from;
+set and published weights;
 `python -m trainer.prepare --probe PLAN` takes a step and prints what only torch can know, as one JSON object;
 `--probe-batch` the largest micro-batch that fits in memory, `--probe-compile` whether torch.compile pays."""
 
-import contextlib
-import fcntl
 import gzip
 import hashlib
 import json
 import os
-import shutil
 import sys
 import tarfile
-import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,9 @@ from configs.contract import WorkerPlan
 from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem
 from configs.known_data import KNOWN_DATA, KnownData
-from configs.sections import ModelConfig
+from configs.known_models import is_published
+from configs.run_dir import RunDir
+from trainer.aside import aside, locked
 from trainer.exits import leave, told
 
 EMBEDDED_MNIST = Path(__file__).resolve().parent.parent / "data" / "mnist"
@@ -43,42 +41,22 @@ def prepare_data(config: DataConfig) -> None:
         return
     root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / ".lock"):
+    with locked(root / ".lock"):
         if known.is_complete(root):
             return
-        with _aside(root) as aside:
+        with aside(root) as folder:
             if config.name == "mnist" and config.mirror is None:
-                unpack_mnist(aside / known.folder)
+                unpack_mnist(folder / known.folder)
             else:
-                download(config, known, aside)
-            for path in (aside / known.folder).iterdir():
+                download(config, known, folder)
+            for path in (folder / known.folder).iterdir():
                 _sync(path)
             final = root / known.folder
             final.parent.mkdir(exist_ok=True)
             if final.exists():  # incomplete; it goes with the folder aside
-                final.rename(aside / "incomplete")
-            (aside / known.folder).rename(final)
+                final.rename(folder / "incomplete")
+            (folder / known.folder).rename(final)
             _sync(final.parent)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with open(path, "w", encoding="ascii") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _aside(root: Path) -> Iterator[Path]:
-    """A folder beside the final one. Those of a process that was killed are removed:
-    the lock says that nobody else is at work."""
-    for leftover in root.glob(".tmp-*"):
-        shutil.rmtree(leftover)
-    path = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
@@ -136,13 +114,6 @@ def _use_mirror(source: Any, mirror: str) -> None:
         source.url = f"{mirror}/{source.filename}"
 
 
-def prepare_weights(config: ModelConfig) -> None:
-    """Have published weights in the library's cache."""
-    from trainer.pretrained import fetch  # torch, which unpacking MNIST does without
-
-    fetch(config)
-
-
 def probe(plan: WorkerPlan) -> dict[str, Any]:
     """Parameters, checkpoint bytes, one step's milliseconds, its FLOPs and this process's peak memory in bytes, in one
     process; the milliseconds of a step with virtual shards and without, where the run has them."""
@@ -165,6 +136,11 @@ def probe_compile(plan: WorkerPlan) -> dict[str, Any]:
     return measure_compile(plan)
 
 
+def _has_checkpoints(plan: Path) -> bool:
+    """Whether the run that the plan lies in (`attempts/K/plan.json`) goes on from a checkpoint, with its weights."""
+    return any(RunDir(plan.resolve().parent.parent.parent).checkpoints.glob("step_*"))
+
+
 def main(arguments: list[str]) -> int:
     probes: dict[str, Callable[[WorkerPlan], dict[str, Any]]] = {
         "--probe": probe,
@@ -175,7 +151,9 @@ def main(arguments: list[str]) -> int:
 
     def body() -> int:
         prepare_data(plan.config.data)
-        if plan.config.model.weights is not None:
+        if is_published(plan.config.model.weights) and not _has_checkpoints(Path(arguments[-1])):
+            from trainer.published import prepare_weights  # needs torch
+
             prepare_weights(plan.config.model)
         if arguments[0] in probes:
             print(json.dumps(probes[arguments[0]](plan)))

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from configs.derive import counted
-from configs.errors import CheckpointError, ConfigError, EnvironmentProblem, LockstepError
+from configs.errors import CheckpointError, EnvironmentProblem, LockstepError
 from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.checkpoint import Loaded
@@ -110,7 +109,7 @@ def _load_optimizer(job: Job, tensors: dict[str, Tensor]) -> None:
     parameters = dict(job.model.named_parameters())
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
-        if entry in (state := job.optimizer.state[parameters[name]]):
+        if entry in (state := job.optimizer.state.get(parameters[name], {})):  # none of what is frozen now
             state[entry].copy_(tensor)
 
 
@@ -200,22 +199,6 @@ def _restore_from(job: Job, path: Path) -> Loaded:
         text = "".join(str(error).splitlines()[:1])
         raise CheckpointError(f"{path} was not written by this trainer: {type(error).__name__}: {text}") from error
     return loaded
-
-
-def load_weights(model: nn.Module, source: str) -> None:
-    """init_from: copy weights and buffers from a safetensors file, or from a run folder's model.safetensors."""
-    path = Path(source) / "model.safetensors" if Path(source).is_dir() else Path(source)
-    if not path.is_file():
-        raise ConfigError(f"init_from: {path} does not exist")
-    try:
-        found = load_file(path)
-    except Exception as error:
-        raise CheckpointError(
-            f"init_from: {path} is not a safetensors file: {error}; give a model.safetensors or a run folder"
-        ) from error
-    wanted = model.state_dict()
-    checkpoint.check_fits(_shapes(wanted), _shapes(found), path)
-    model.load_state_dict(found)
 
 
 def load_for_evaluation(job: Job, folder: Path, which: str) -> str:

@@ -1,12 +1,13 @@
 """Updates beside SGD's and Adam's, by the functions behind torch's and timm's optimizers."""
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from configs.errors import ConfigError
 from configs.sections import OptimConfig
-from trainer.models import import_timm
 
 Entries = Callable[[str], list[Tensor]]
 """What the state has of each parameter under a name."""
@@ -108,6 +109,6 @@ STATE = {
 
 
 def check_installed(name: str) -> None:
-    """Raise EnvironmentProblem where timm, which has the update, is missing."""
-    if name in ("lamb", "lion"):
-        import_timm(f"optim.name: {name}")
+    """Raise ConfigError where timm, which has the update, is missing."""
+    if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
+        raise ConfigError(f"optim.name: {name} needs timm, which is not installed; `pip install timm`")

@@ -22,7 +22,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def config(folder: Path, **more: Any) -> RunConfig:
     backbone = {"name": "resnet18", "weights": str(folder / "backbone.safetensors"), "checkpointing": True}
-    frozen = {"freeze": ["*", "!fc.*", "!layer4.*"]}
+    frozen = {"freeze_except": ["fc", "layer4"]}
     return tiny_config(model=backbone | frozen, max_epochs=None, max_steps=4, eval__every_epochs=None, **more)
 
 
@@ -38,8 +38,11 @@ def test_what_is_frozen_stays_and_the_rest_learns(tmp_path: Path) -> None:
         else:
             assert torch.equal(tensor, state[name]), name
     log = attempt.log()
-    assert f"weights    {tmp_path}/backbone.safetensors; new for 4 classes: fc.weight, fc.bias; fitted to the" in log
-    assert "memory     8 blocks are computed again in the backward pass" in log
+    assert (
+        f"weights    {tmp_path}/backbone.safetensors: 120 of 122 tensors; conv1.weight: 3 channels summed to 1;" in log
+    )
+    assert "new, from seed 0: fc.weight, fc.bias (4 classes, it has 1,000)" in log
+    assert "memory     gradient checkpointing, 8 blocks: activations are computed again in the backward pass" in log
     assert "frozen     " in log
 
 

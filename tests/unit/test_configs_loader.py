@@ -223,7 +223,11 @@ BAD_VALUES = [
         "'fp61' is unknown (expected one of auto, no, fp16, bf16); did you mean 'fp16'?",
     ),
     ("device", "CUDA", "'CUDA' is unknown (expected one of auto, cuda, cpu, mps); did you mean 'cuda'?"),
-    ("optim.name", "lion", "'lion' is unknown (expected one of sgd, adam, adamw)"),
+    (
+        "optim.name",
+        "lyon",
+        "'lyon' is unknown (expected one of sgd, adam, adamw, rmsprop, lamb, lion, muon); did you mean 'lion'?",
+    ),
     ("data.root", "2024", "2024 is not text (expected text, in quotes where it looks like a number)"),
     (
         "data.mean",
@@ -254,8 +258,8 @@ BAD_VALUES = [
     (
         "model.name",
         "resnet",
-        "'resnet' is unknown (expected one of mlp, mnist_cnn, small_resnet, a network of torchvision's, timm/NAME or "
-        "module:callable); did you mean 'resnet50'?",
+        "'resnet' is unknown (expected one of mlp, mnist_cnn, small_resnet, a network of torchvision, "
+        "torchvision/NAME, timm/NAME or module:callable); did you mean 'resnet50'?",
     ),
     ("model.args", "5", "5 is not a section (expected keys in it, such as model.args.width)"),
     ("model.args", "{1: 2}", "key 1 is not text; put it in quotes"),

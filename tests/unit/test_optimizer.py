@@ -100,8 +100,8 @@ assert "torch._dynamo" not in sys.modules
 def test_layers_have_rates_of_their_own(config: dict[str, Any]) -> None:
     def net() -> nn.Module:
         torch.manual_seed(0)
-        blocks = nn.Sequential(*(nn.Sequential(nn.ModuleDict({"a": nn.Linear(4, 4)})) for _ in range(2)))
-        return nn.ModuleDict({"stem": nn.Linear(4, 4), "blocks": blocks, "head": nn.Linear(4, 4)})
+        blocks = (nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}) for _ in range(2))
+        return nn.ModuleDict({"stem": nn.Linear(4, 4), "blocks": nn.Sequential(*blocks), "head": nn.Linear(4, 4)})
 
     model, other = net(), net()
     ours = build_optimizer(model, OptimConfig(weight_decay=0.1, layer_decay=0.5, **config), CPU)

@@ -1,0 +1,69 @@
+"""The network of a run: built, with the weights it begins with, frozen where it is to be, where it is to be trained."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from configs.schema import RunConfig
+from trainer import checkpoint
+from trainer.choices import choose_channels_last
+from trainer.data.datasets import Data
+from trainer.freeze import freeze, in_evaluation
+from trainer.models import build_model
+from trainer.published import find_published
+from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.weights import take_weights
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is trained, and what was decided about it."""
+
+    model: nn.Module
+    channels_last: bool
+    """The memory format of images and weights."""
+    why_layout: str
+    frozen_norms: list[nn.Module]
+    """BatchNorm layers that stay in evaluation mode."""
+    lines: list[str]
+    """For the plan screen."""
+
+
+def build_network(
+    config: RunConfig, context: RunContext, data: Data, shape: tuple[int, int, int], checkpoints: Path
+) -> Network:
+    """Weights are taken from elsewhere only where there is no checkpoint to go on from."""
+    model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
+    if config.sync_batchnorm and context.world_size > 1:
+        check_sync_batchnorm(config, len(data.train), context)
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    lines = []
+    if not checkpoint.step_folders(checkpoints):
+        lines += take_weights(model, config, data.num_classes, shape[0])
+    norms, frozen = freeze(model, config.model)
+    in_evaluation(norms)
+    channels_last, why = choose_channels_last(config, model, context.precision)
+    if channels_last:
+        model = model.to(memory_format=torch.channels_last)
+    return Network(model.to(context.device), channels_last, why, norms, [*lines, *frozen])
+
+
+def normalised_for(config: RunConfig, data: Data, channels: int) -> Data:
+    """`data` with the mean and std that published weights were trained on, where the settings give none; for another
+    number of channels than theirs, the mean of them for grey, else in turn."""
+    published = None if config.data.mean is not None else find_published(config.model)
+    if published is None:
+        return data
+    mean, std = (_for_channels(values, channels) for values in (published.mean, published.std))
+    numbers = (" ".join(f"{value:.4g}" for value in values) for values in (mean, std))
+    line = "normalise  mean {}, std {}: those of the weights".format(*numbers)
+    return dataclasses.replace(data, mean=mean, std=std, notes=(*data.notes, line))
+
+
+def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    if channels == 1:
+        return (sum(values) / len(values),)
+    return tuple(values[channel % len(values)] for channel in range(channels))
