@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from configs.derive import BatchPlan
 from configs.errors import ConfigError
+from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from configs.sections import LossConfig
 from trainer import checkpoint, resume, summary
@@ -73,7 +74,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     mean, std = published_stats(config.model) or (None, None) if data.mean is None else (data.mean, data.std)
     preprocess = Preprocess(config.data.augment, config.seed, mean, std, context.dtype, device)
     drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
-    weight = context.together(lambda: class_weights(config.loss, data.num_classes, known_labels(data.train)))
+    weight = context.together(lambda: _class_weights(run, data))
     weight = weight if weight is None else weight.to(device)
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
@@ -117,18 +118,26 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         window=LossWindow(context),
         guard=Guard(config, model, run.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
     )
-    if config.steps_per_execution > 1:
-        check_multistep(job)
     if not job.trains:
         return job, list(data.notes)
+    if config.steps_per_execution > 1:
+        check_multistep(job)
     return job, [*summary.plan_screen(job, run.plan, batch, reason), *said, *data.notes, *notes]
 
 
 def _data(run: "Run") -> Data:
     config, elsewhere = run.plan.config.data, run.plan.eval_data
     if elsewhere is not None:
-        return load_elsewhere(config, Path(elsewhere), run.run_dir.classes, run.account.beat)
+        bad_images = RunDir(run.attempt.path).bad_images  # the run's own tells of its own images
+        return load_elsewhere(config, Path(elsewhere), run.run_dir.classes, bad_images, run.account.beat)
     return load_data(config, run.run_dir.bad_images, run.account.beat)
+
+
+def _class_weights(run: "Run", data: Data) -> Tensor | None:
+    """Of training alone: a folder to evaluate may lack a class that would have to be weighed."""
+    if run.plan.mode == "eval":
+        return None
+    return class_weights(run.plan.config.loss, data.num_classes, known_labels(data.train))
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
@@ -195,6 +204,7 @@ def _evaluator(
         num_classes=num_classes,
         channels_last=channels_last,
         has_own_statistics=config.virtual_shards == 0,
+        loss_name=config.loss.name,
     )
 
 
@@ -221,7 +231,7 @@ def _network(run: "Run", context: RunContext, data: Data, shape: tuple[int, int,
         said.append(freeze(model, config.model.freeze))
     if config.model.checkpointing:
         said.append(recompute_blocks(model))
-    if config.sync_batchnorm and context.world_size > 1:
+    if config.sync_batchnorm and context.world_size > 1 and run.plan.mode == "train":
         check_sync_batchnorm(config, len(data.train), context)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     return model, said

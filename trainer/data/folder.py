@@ -107,12 +107,13 @@ def load_splits(config: DataConfig, alive: Callable[[], None] = lambda: None) ->
 def load_only(
     folder: Path, classes: Sequence[str], alive: Callable[[], None] = lambda: None
 ) -> tuple[Files, list[str]]:
-    """The images of `folder`, whose class folders are numbered as in `classes`, and lines for the console.
+    """The images of `folder`, whose class folders are numbered as in `classes`, and lines for the console. No folder's
+    name has a slash: one in a class's name is an underscore.
 
-    Raises ConfigError where it holds none, or another class.
+    Raises ConfigError where it holds none, another class, or one whose name several classes have.
     """
     found = scan(folder, alive)
-    order = [os.fsencode(name) for name in classes]
+    order = [os.fsencode(name.replace("/", "_")) for name in classes]
     if strangers := [os.fsdecode(name) for name in sorted(found.entries.keys() - set(order))]:
         theirs, ours = (_some([repr(name) for name in names]) for names in (strangers, classes))
         raise ConfigError(
@@ -121,6 +122,11 @@ def load_only(
         )
     if not found.entries:
         raise ConfigError(f"--data: {folder} has no folder of images; wanted is one for each class, by its name")
+    if shared := [name for name, number in Counter(order).items() if number > 1 and name in found.entries]:
+        raise ConfigError(
+            f"--data: several classes of the run are named {_some([repr(os.fsdecode(name)) for name in shared])}, so "
+            "nothing says which the folder is; take it away"
+        )
     notes = _left_out(folder, found)
     if missing := [name for name, raw in zip(classes, order, strict=True) if raw not in found.entries]:
         notes.append(f"note: {len(missing)} of {len(classes)} classes have no image here: {_some(missing)}")
