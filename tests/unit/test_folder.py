@@ -11,7 +11,8 @@ from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
 from tests.folders import make, plain
 from trainer.data.datasets import load_data
-from trainer.data.folder import Files, Splits, load_only, load_splits
+from trainer.data.folder import Files, Splits, load_splits
+from trainer.data.other_folder import load_only
 
 RED = (255, 0, 0)
 

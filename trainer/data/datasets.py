@@ -18,9 +18,10 @@ from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
 from trainer.data import jpeg
 from trainer.data.bad_images import BadImages
-from trainer.data.folder import load_only, load_splits
+from trainer.data.folder import load_splits
 from trainer.data.idx import read_idx
 from trainer.data.images import EVALUATION, TRAINING, ImageSplit
+from trainer.data.other_folder import load_only
 
 
 class MapStyle(Protocol):
