@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -48,6 +49,8 @@ class WorkerPlan:
     """What `eval` loads: best, last, or a step number."""
     eval_data: str | None = None
     """A folder of images to evaluate in place of the run's own, its classes matched by name."""
+    eval_changes: Sequence[str] = ()
+    """What `eval` was given other than the run has it, such as `data.image_size: 224 -> 288`."""
     allow_changes: bool = False
     """Whether to go on with files of a data set that are not those that the checkpoint was trained on."""
     max_micro_batch: int | None = None

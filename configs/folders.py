@@ -20,17 +20,18 @@ def with_folder(config: RunConfig, folder: Path) -> RunConfig:
     changes: dict[str, Any] = {
         "root": str(folder),
         "val_fraction": None,
+        "residency": "auto",
         "sampling": "shuffled",
         "sampling_weights": None,
     }
     if known is not None:
         channels, side, _ = known.shape
-        changes |= {"channels": channels, "image_size": side, "resize_size": side, "augment": {}, "residency": "auto"}
+        changes |= {"channels": channels, "image_size": side, "resize_size": side, "augment": {}}
         changes |= {"name": IMAGE_FOLDER, "mean": data.mean or known.mean, "std": data.std or known.std}
     elif data.name != IMAGE_FOLDER:
         raise ConfigError(
-            f"--data: the run's data are {data.name}, and nothing says how its images are made of files; evaluate a "
-            "run on a folder of images or a built-in data set"
+            f"--data: the run's data are {data.name}, and nothing says how its images are made of files; say it by "
+            "data.name=imagefolder with data.image_size, data.channels and data.residency=stream"
         )
     return config.model_copy(update={"data": DataConfig.model_validate(data.model_dump() | changes)})
 

@@ -171,7 +171,7 @@ class EvalConfig(Section):
         default="sharded", description="the same result to the last digit either way"
     )
     batch_size: Count = Field(default=500, description="samples per forward pass, a fixed cut of the test split")
-    flip: bool = Field(default=False, description="score the mean over each image and its mirror image")
+    flip: bool = Field(default=False, description="score the mean of the logits of each image and its mirror image")
 
 
 class CheckpointConfig(Section):
@@ -222,8 +222,9 @@ class EarlyStoppingConfig(Section):
     patience: Count | None = Field(
         default=None, description="evaluations in a row without a better one after which the run ends; null: never"
     )
-    metric: Literal["eval/top1", "eval/loss"] = Field(
-        default="eval/top1", description="judged on the EMA where there is one"
+    metric: Literal["eval/top1", "eval/loss", "eval/balanced_accuracy"] = Field(
+        default="eval/top1",
+        description="eval/top1, eval/loss or eval/balanced_accuracy; judged on the EMA where there is one",
     )
     min_delta: NonNegative = Field(default=0.0, description="better by no more than this is not better")
 

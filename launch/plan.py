@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -59,6 +59,7 @@ class Request:
     """Seconds since the epoch when the command was given; a restart keeps it."""
     worker: str = "trainer"
     eval_data: str | None = None
+    eval_changes: Sequence[str] = ()
     allow_changes: bool = False
     max_micro_batch: int | None = None
     """What the run remembers to fit in memory."""
@@ -117,6 +118,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         started=request.started,
         checkpoint=request.checkpoint,
         eval_data=request.eval_data,
+        eval_changes=request.eval_changes,
         allow_changes=request.allow_changes,
         max_micro_batch=request.max_micro_batch,
         auto_workers=workers,
@@ -133,7 +135,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         files=_files(worker),
         attempt=request.attempt,
         cwd=request.cwd,
-        warnings=[*_warnings(worker, topology), *_memory_note(worker, request)],
+        warnings=[*_warnings(worker, topology), *_memory_note(worker, request), *_changes_note(worker)],
     )
 
 
@@ -185,7 +187,7 @@ def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, requ
             f"launch.max_restarts: {config.launch.max_restarts} is for one node: the launchers of several would judge "
             "by different failures and wait for each other; use launch.max_restarts=0 and have the scheduler start all"
         )
-    if config.sync_batchnorm and device != "cuda":
+    if config.sync_batchnorm and device != "cuda" and request.mode == "train":
         problems.append(f"sync_batchnorm: true is for GPUs and the device is {device}; use sync_batchnorm: false")
     try:
         batches = plan_batches(config, nproc * nnodes)
@@ -331,6 +333,12 @@ def _memory_note(worker: WorkerPlan, request: Request) -> list[str]:
     file = shown(RunDir(request.attempt.path.parent.parent).micro_batch, request.cwd)
     size = counted(worker.max_micro_batch or 0, "sample")
     return [f"micro-batches of at most {size}: more ran out of memory, says {file}; delete it to forget"]
+
+
+def _changes_note(worker: WorkerPlan) -> list[str]:
+    if not worker.eval_changes:
+        return []
+    return [f"evaluated with other settings than the run's: {'; '.join(worker.eval_changes)}"]
 
 
 def _warnings(worker: WorkerPlan, topology: Topology) -> list[str]:

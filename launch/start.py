@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from configs.derive import counted
 from configs.errors import EXIT_DONE, ConfigError
-from configs.folders import with_folder
 from configs.known_models import is_published
 from configs.loader import LoadedConfig, load_config
 from configs.run_dir import AttemptDir, RunDir
@@ -17,6 +16,7 @@ from configs.schema import RunConfig
 from launch import preflight, run_folder
 from launch.backends import JOIN_TIMEOUT_S
 from launch.compiling import settle_compile
+from launch.evaluation import load_for_evaluation
 from launch.follow import say, shown
 from launch.meeting import meeting_folder
 from launch.options import ROOT, Options, parse_checkpoint, parse_nodes, parse_nproc, together
@@ -64,20 +64,20 @@ def evaluate(name: str, checkpoint: str, options: Options, data: Path | None = N
     """Evaluate a checkpoint of a run, on the images of the folder `data` if it is given. Takes no lock: a run that goes
     on is not disturbed."""
     run = run_folder.find_run(options.runs, name)
-    loaded, nproc, checkpoint = together(
-        lambda: load_config(run.config, options.overrides),
+    (loaded, changed), nproc, checkpoint = together(
+        lambda: load_for_evaluation(run, options, data),
         lambda: parse_nproc(options.nproc),
         lambda: parse_checkpoint(checkpoint),
     )
     if run_folder.newest_step(run) is None:
         raise ConfigError(f"run {run.name!r} has no checkpoint yet, so there is nothing to evaluate")
-    request = dataclasses.replace(_request(run.name, "eval-", nproc, options), mode="eval", checkpoint=checkpoint)
-    if data is not None:
-        folder = options.cwd / data
-        if not folder.is_dir():
-            raise ConfigError(f"--data: there is no folder {folder}; give the one that holds a folder for each class")
-        loaded = dataclasses.replace(loaded, config=with_folder(loaded.config, folder))
-        request = dataclasses.replace(request, eval_data=str(folder))
+    request = dataclasses.replace(
+        _request(run.name, "eval-", nproc, options),
+        mode="eval",
+        checkpoint=checkpoint,
+        eval_data=None if data is None else str(options.cwd / data),
+        eval_changes=changed,
+    )
     job = _job(loaded, request, options)
     preflight.check_torch(find_torch_version())
     preflight.check_disk(options.cwd / options.runs)

@@ -138,7 +138,7 @@ def judge_progress(job: Job) -> bool:
     """Whether the run ends here because its evaluations got no better. All ranks hold the same results."""
     state, config = job.state, job.config.early_stopping
     judged = list(job.evaluations.values())[-1]
-    value = judged.top1 if config.metric == "eval/top1" else -judged.loss
+    value = -judged.loss if config.metric == "eval/loss" else judged.metrics("", in_detail=True)[config.metric]
     if state.early_best is None or value > state.early_best + config.min_delta:
         state.early_best, state.evaluations_without_better = value, 0
         return False
@@ -158,7 +158,7 @@ def log_evaluation(job: Job) -> bool:
     state = job.state
     metrics: dict[str, float] = {}
     for prefix, result in job.evaluations.items():
-        metrics |= result.metrics(prefix)
+        metrics |= result.metrics(prefix, in_detail=job.config.early_stopping.metric == "eval/balanced_accuracy")
         job.console.line(f"step {state.step}  {result.describe('EMA' if prefix else '')}")
         if not math.isfinite(result.loss):
             job.console.line("warning: the evaluation's loss is not finite; look at the test split and the network")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from configs.derive import BatchPlan
 from configs.errors import ConfigError
+from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from configs.sections import LossConfig
 from trainer import resume, summary
@@ -31,7 +32,7 @@ from trainer.losses import LOSSES, class_weights
 from trainer.metrics import LossWindow
 from trainer.models import may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
-from trainer.network import build_network, normalised_for
+from trainer.network import Network, build_network, normalised_for
 from trainer.optim import Ema, build_optimizer
 from trainer.recompute import recompute
 from trainer.runtime import RunContext
@@ -55,7 +56,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     data = context.together(lambda: normalised_for(config, data, shape[0]))
     sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
     check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
-    network = context.together(lambda: build_network(config, context, data, shape, run.run_dir.checkpoints))
+    network = context.together(lambda: _network(run, context, data, shape))
     model, channels_last = network.model, network.channels_last
     run.account.beat()
     splits = _splits(run, context, data)
@@ -69,7 +70,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     )
     preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
     drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
-    weight = context.together(lambda: class_weights(config.loss, data.num_classes, known_labels(data.train)))
+    weight = context.together(lambda: _class_weights(run, data))
     weight = weight if weight is None else weight.to(device)
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
@@ -116,18 +117,31 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         window=LossWindow(context),
         guard=Guard(config, model, run.run_dir.bad_batches, is_rank_zero=context.is_rank_zero),
     )
-    if config.steps_per_execution > 1:
-        check_multistep(job)
     if not job.trains:
         return job, list(data.notes)
+    if config.steps_per_execution > 1:
+        check_multistep(job)
     return job, [*summary.plan_screen(job, run.plan, batch, reason), *lines, *data.notes, *notes]
+
+
+def _network(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> Network:
+    checkpoints, trains = run.run_dir.checkpoints, run.plan.mode == "train"
+    return build_network(run.plan.config, context, data, shape, checkpoints, trains=trains)
 
 
 def _data(run: "Run") -> Data:
     config, elsewhere = run.plan.config.data, run.plan.eval_data
     if elsewhere is not None:
-        return load_elsewhere(config, Path(elsewhere), run.run_dir.classes, run.account.beat)
+        bad_images = RunDir(run.attempt.path).bad_images  # the run's own tells of its own images
+        return load_elsewhere(config, Path(elsewhere), run.run_dir.classes, bad_images, run.account.beat)
     return load_data(config, run.run_dir.bad_images, run.account.beat)
+
+
+def _class_weights(run: "Run", data: Data) -> Tensor | None:
+    """Of training alone: a folder to evaluate may lack a class that would have to be weighed."""
+    if run.plan.mode == "eval":
+        return None
+    return class_weights(run.plan.config.loss, data.num_classes, known_labels(data.train))
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
@@ -194,6 +208,7 @@ def _evaluator(
         num_classes=num_classes,
         channels_last=channels_last,
         has_own_statistics=config.virtual_shards == 0,
+        loss_name=config.loss.name,
     )
 
 

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from configs.errors import TrainingError
 from configs.sections import EvalConfig
+from trainer.calibration import BinSums, confidence_of
 from trainer.data.augment import Preprocess
 from trainer.data.source import Source
-from trainer.details import BINS, MOST_CLASSES, Details, confidence_in_bins, confusion_of
+from trainer.details import Details, count_classes
 from trainer.memory import told_if_out_of_memory
 from trainer.optim import averaged_tensors
 from trainer.runtime import RunContext
@@ -28,15 +29,18 @@ class EvalResult:
     top5: float | None
     count: int
     details: Details | None = None
+    with_flips: bool = False
 
-    def metrics(self, prefix: str) -> dict[str, float]:
+    def metrics(self, prefix: str, *, in_detail: bool = False) -> dict[str, float]:
         values = {"loss": self.loss, "top1": self.top1} | ({} if self.top5 is None else {"top5": self.top5})
+        if in_detail and self.details is not None:
+            values |= self.details.metrics()
         return {f"eval/{prefix}{name}": value for name, value in values.items()}
 
     def describe(self, of: str) -> str:
         """One console line, in percent; `of` says which weights."""
         top5 = "" if self.top5 is None else f"  top-5 {100 * self.top5:.2f} %"
-        of = f" {of}" if of else ""
+        of = (f" {of}" if of else "") + (" with flips" if self.with_flips else "")
         return f"evaluated {self.count}/{self.count}{of}: top-1 {100 * self.top1:.2f} %{top5}  loss {self.loss:.4f}"
 
 
@@ -61,6 +65,8 @@ class Evaluator:
     channels_last: bool
     has_own_statistics: bool = True
     """Whether running statistics differ between ranks, so that their mean is what is evaluated."""
+    loss_name: str = "cross_entropy"
+    """What the network's outputs are follows from it, as configs.sections.LossConfig says."""
 
     def evaluate(
         self,
@@ -74,6 +80,7 @@ class Evaluator:
         """Evaluate `weights` (averaged_tensors of this rank's network, or of its EMA). Called by all ranks.
 
         With `stop` the ranks agree between turns whether to go on; None is returned if not. `alive` is called in each.
+        `in_detail`: with EvalResult.details.
         """
         load_averaged(self.model, weights, context, averages=self.has_own_statistics)
         copy_other_buffers(self.trained, self.model, context)
@@ -83,7 +90,7 @@ class Evaluator:
         # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
         # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
-        bins = Bins(len(batches), context) if in_detail and self.num_classes <= MOST_CLASSES else None
+        bins = BinSums(len(batches), context) if in_detail else None
         loaded = self.source.evaluation([batches[i] for i in mine])
         fix = f"use an eval.batch_size below {self.config.batch_size}"
         with told_if_out_of_memory("in evaluation", fix), torch.inference_mode():
@@ -93,9 +100,11 @@ class Evaluator:
                     images, labels = next(loaded)
                     logits = self._logits(context, images)
                     losses[mine[turn]] = self.loss_sum(logits, labels)
-                    answers.append((best_classes(logits, min(5, self.num_classes)), labels))
+                    best = best_classes(logits, min(5, self.num_classes))
+                    answers.append((best, labels))
                     if bins is not None:
-                        bins.add(mine[turn], logits, labels)
+                        confidence = confidence_of(logits, best[:, 0], as_yes_or_no=self.loss_name == "bce")
+                        bins.add(mine[turn], confidence, best[:, 0] == labels)
                 if stop is not None and context.any_rank(stop.is_set):
                     return None
         context.all_reduce_sum(losses)
@@ -107,8 +116,13 @@ class Evaluator:
             )
         loss = float(losses.cpu().double().sum()) / count
         top5 = sum(by_place) / count if self.num_classes > 5 else None
-        details = None if bins is None else bins.details(answers, self.num_classes)
-        return EvalResult(loss, by_place[0] / count, top5, count, details)
+        details = None if bins is None else self._details(context, answers, bins)
+        return EvalResult(loss, by_place[0] / count, top5, count, details, self.config.flip)
+
+    def _details(self, context: RunContext, answers: list[tuple[Tensor, Tensor]], bins: BinSums) -> Details:
+        first = [(best[:, 0], labels) for best, labels in answers]
+        (samples, named, right), confusion = count_classes(first, self.num_classes, context)
+        return Details(samples, named, right, confusion, bins.total())
 
     def _num_turns(self, context: RunContext, num_batches: int) -> int:
         """Batches of the rank that has the most: all ranks take as many turns."""
@@ -124,38 +138,21 @@ class Evaluator:
         return list(range(context.rank, num_batches, context.world_size))
 
     def _logits(self, context: RunContext, images: Tensor) -> Tensor:
-        """(N, classes), of the mean over each image and its mirror image where eval.flip says so."""
+        """(N, classes), in float32 or float64; with eval.flip the mean over each image and its mirror image."""
         images = self.preprocess.normalise(images)
+        logits = self._forward(context, images)
+        if not self.config.flip:
+            return logits
+        mean = (logits + self._forward(context, images.flip(3))) / 2
+        # The mean of log-probabilities is none: their exponents no longer add up to 1.
+        return mean.log_softmax(1) if self.loss_name == "nll" else mean
+
+    def _forward(self, context: RunContext, images: Tensor) -> Tensor:
         if self.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         with context.autocast():
             logits: Tensor = self.model(images)
-            if self.config.flip:
-                logits = (logits + self.model(images.flip(3))) / 2
         return logits if logits.dtype == torch.float64 else logits.float()
-
-
-class Bins:
-    """Answers by confidence; one slot a batch, as for the losses."""
-
-    def __init__(self, num_batches: int, context: RunContext) -> None:
-        self._context = context
-        self._counts = torch.zeros(2, BINS, dtype=torch.int64, device=context.device)
-        self._confidence = torch.zeros(num_batches, BINS, dtype=context.widest_dtype, device=context.device)
-
-    def add(self, batch: int, logits: Tensor, labels: Tensor) -> None:
-        counts, self._confidence[batch] = confidence_in_bins(logits, labels, self._confidence.dtype)
-        self._counts += counts
-
-    def details(self, answers: list[tuple[Tensor, Tensor]], num_classes: int) -> Details:
-        """Of all ranks. Collective."""
-        confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=self._context.device)
-        for best, labels in answers:
-            confusion += confusion_of(best[:, 0], labels, num_classes)
-        for tensor in (confusion, self._counts, self._confidence):
-            self._context.all_reduce_sum(tensor)
-        answered, right = self._counts.cpu()
-        return Details(confusion.cpu(), answered, right, self._confidence.cpu().double().sum(0))
 
 
 def best_classes(logits: Tensor, places: int) -> Tensor:

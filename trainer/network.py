@@ -33,11 +33,17 @@ class Network:
 
 
 def build_network(
-    config: RunConfig, context: RunContext, data: Data, shape: tuple[int, int, int], checkpoints: Path
+    config: RunConfig,
+    context: RunContext,
+    data: Data,
+    shape: tuple[int, int, int],
+    checkpoints: Path,
+    *,
+    trains: bool,
 ) -> Network:
     """Weights are taken from elsewhere only where there is no checkpoint to go on from."""
     model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
-    if config.sync_batchnorm and context.world_size > 1:
+    if config.sync_batchnorm and context.world_size > 1 and trains:
         check_sync_batchnorm(config, len(data.train), context)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     lines = []

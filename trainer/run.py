@@ -4,7 +4,9 @@ import gc
 import json
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from configs.beat import DATA, EVALUATION, FINISHING, SAVING
@@ -27,7 +29,7 @@ from trainer.rollback import roll_back
 from trainer.runtime import RunContext
 from trainer.snapshot import averaged_state, needed_space, save
 from trainer.stop import StopFlag
-from trainer.tracking import Tracker
+from trainer.tracking import Tracker, as_json
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,7 @@ class Run:
             result |= {"time": spent.facts(), "git_commit": commit() if commit else None}
             on_gpu = job.context.device.type != "cpu"
             lines = straggler_lines(ranks, on_gpu=on_gpu) if len(ranks) > 1 else []
-            for line in write_details(self.run_dir.path, details_of(job.evaluations), job.class_names()):
-                job.console.line(line)
+            self._tell_details(job, self.run_dir.path, step_name(job.state.step), job.evaluations)
             summary.report_result(job, self.run_dir, result, spent, lines)
             in_steps, spent_s = job.state.samples_seen - seen, self.account.busy_s()
             if spent_s >= waiting.NOT_BEFORE_S:
@@ -165,6 +166,21 @@ class Run:
         finally:
             aside.unlink(missing_ok=True)
 
+    def _evaluated_data(self) -> str:
+        return self.plan.eval_data or self.plan.config.data.name
+
+    def _tell_details(self, job: Job, folder: Path, checkpoint: str, results: Mapping[str, EvalResult]) -> None:
+        """Write what is known of each class into `folder`, and show the gist."""
+        facts = {
+            "checkpoint": checkpoint,
+            "data": self._evaluated_data(),
+            "samples": len(job.evaluator.source),
+            "flip": job.config.eval.flip,
+            "changed_settings": list(self.plan.eval_changes),
+        }
+        for line in write_details(folder, details_of(results), job.class_names(), facts):
+            job.console.line(line)
+
     def evaluate(self) -> Ending:
         """Evaluate one checkpoint; write eval.json beside the plan."""
         context = RunContext(self.plan)
@@ -184,11 +200,12 @@ class Run:
             results[prefix] = result
             job.console.line(result.describe("EMA" if prefix else ""))
         if context.is_rank_zero:
-            metrics = {key: value for prefix, each in results.items() for key, value in each.metrics(prefix).items()}
-            answer = {"checkpoint": name, "data": self.plan.eval_data or job.config.data.name, "metrics": metrics}
+            metrics: dict[str, float] = {}
+            for prefix, each in results.items():
+                metrics |= each.metrics(prefix, in_detail=True)
+            answer = {"checkpoint": name, "data": self._evaluated_data(), "metrics": as_json(metrics)}
             write_atomically(self.attempt.path / "eval.json", json.dumps(answer, indent=1))
-            for line in write_details(self.attempt.path, details_of(results), job.class_names()):
-                job.console.line(line)
+            self._tell_details(job, self.attempt.path, name, results)
             job.console.line(f"written to {self.attempt.path}")
         context.close()
         return Ending(True, job.state.step, job.state.epoch, name)

@@ -19,6 +19,7 @@ from configs.run_dir import RunDir
 from configs.sections import ExpectConfig
 from trainer import choices
 from trainer.account import TimeOfRun
+from trainer.details import SCALARS
 from trainer.job import Job
 from trainer.speed import describe_speed
 from trainer.tracking import as_json
@@ -82,7 +83,7 @@ def result_of(job: Job, plan: WorkerPlan, images_per_sec: float, in_steps: float
     the images/s `in_steps`."""
     metrics: dict[str, float] = {}
     for prefix, evaluation in job.evaluations.items():
-        metrics |= evaluation.metrics(prefix)
+        metrics |= evaluation.metrics(prefix, in_detail=True)
     if job.state.last_train_loss is not None:
         metrics["train/loss"] = job.state.last_train_loss
     return {
@@ -137,10 +138,13 @@ def report_result(job: Job, run_dir: RunDir, result: dict[str, Any], spent: Time
     """Write result.json, the account of time and the HParams, show the last table. On rank 0 only."""
     write_atomically(run_dir.result, json.dumps(result | {"metrics": as_json(result["metrics"])}, indent=1))
     hparams = _flat(job.config.model_dump(mode="json")) | {"world_size": job.context.world_size}
-    job.tracker.show(job.state.step, spent.metrics())
+    in_detail = {name: value for name, value in result["metrics"].items() if name.endswith(SCALARS)}
+    job.tracker.show(job.state.step, spent.metrics() | in_detail)
     job.tracker.log_hparams(hparams, result["metrics"])
     rows = [
-        (name, f"{100 * value:.2f} %" if "top" in name else f"{value:.4f}") for name, value in result["metrics"].items()
+        (name, f"{100 * value:.2f} %" if "top" in name else f"{value:.4f}")
+        for name, value in result["metrics"].items()
+        if name not in in_detail  # told by class
     ]
     rows += [("steps", f"{result['step']}" + (f" and {result['skipped']} skipped" if result["skipped"] else ""))]
     rows += [("images/s", f"{result['images_per_sec']:,.0f}"), ("wall time", f"{result['wall_s']:.1f} s")]

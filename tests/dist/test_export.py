@@ -43,4 +43,5 @@ def test_result_says_what_ran(tmp_path: Path) -> None:
     )
     assert (result["step"], result["epoch"], result["samples_seen"], result["skipped"]) == (16, 2, 128, 0)
     assert result["versions"]["torch"] == torch.__version__
-    assert set(result["metrics"]) == {"eval/loss", "eval/top1", "train/loss"}
+    in_detail = {"eval/balanced_accuracy", "eval/ece"}
+    assert set(result["metrics"]) == {"eval/loss", "eval/top1", "train/loss"} | in_detail

@@ -68,7 +68,8 @@ def test_rank_without_samples_leaves_its_statistics_alone(tmp_path: Path) -> Non
 def test_one_class(tmp_path: Path, world_size: int) -> None:
     config = tiny_config(data={"name": "tests.dist.toys:one_class", "residency": "device"}, max_epochs=1)
     attempt = finished(tmp_path, config, world_size)
-    assert attempt.result()["metrics"] == {"eval/loss": 0.0, "eval/top1": 1.0, "train/loss": 0.0}
+    right = {"eval/loss": 0.0, "eval/top1": 1.0, "eval/balanced_accuracy": 1.0, "eval/ece": 0.0, "train/loss": 0.0}
+    assert attempt.result()["metrics"] == right
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

@@ -147,3 +147,27 @@ def test_a_run_whose_images_are_its_own_cannot_be_given_files(here: Place) -> No
     make(here.folder / "other", a=1)
     (line,) = here.run("eval", "x", "--data", "other", code=2).lines
     assert line.startswith("config error: --data: the run's data are tests.dist.toys:images, and nothing says how")
+    # Its classes are a to d, and its images 8 x 8 and grey.
+    said = ("data.name=imagefolder", "data.image_size=8", "data.channels=1", "data.residency=stream")
+    command = here.run("eval", "x", "--data", "other", *said)
+    assert "note: 3 of 4 classes have no image here: b, c, d" in command.lines
+    here.run_dir("x").classes.unlink()
+    (line,) = here.run("eval", "x", "--data", "other", *said, code=2).lines
+    assert line.startswith("config error: --data: run 'x' has no class names (runs/x/classes.json is missing) to match")
+
+
+def test_settings_other_than_the_runs_are_told(here: Place) -> None:
+    write_config(here)
+    make(here.folder / "images", train__a=4, train__b=4, val__a=2, val__b=2)
+    # Eight pixels wide or sixteen: the same network takes both.
+    net = ("model.name=tests.e2e.toys:Pooled", "data.image_size=8")
+    here.run("train", "folder.yaml", *net, "max_epochs=1", "--run-name", "x")
+    config = here.run_dir("x").config.read_bytes()
+    command = here.run("eval", "x", "data.image_size=16", "eval.flip=true", "global_batch_size=3", "--nproc", "2")
+    changes = ["global_batch_size: 8 -> 3", "data.image_size: 8 -> 16", "eval.flip: false -> true"]
+    assert f"note: evaluated with other settings than the run's: {'; '.join(changes)}" in command.lines
+    assert re.search(r"^evaluated 4/4 with flips: top-1 ", command.output, re.MULTILINE)
+    content = json.loads((here.attempt("x", "eval-001").path / "evaluation.json").read_text())
+    assert (content["changed_settings"], content["flip"], content["data"]) == (changes, True, "imagefolder")
+    assert here.run_dir("x").config.read_bytes() == config
+    assert "note: evaluated with" not in here.run("eval", "x").output

@@ -97,6 +97,22 @@ def test_eval_and_runs_agree_with_the_run(finished: Place) -> None:
     assert re.search(rf"^done +finished +16 +{at_the_end[1]} +[\d.]+ s$", finished.run("runs").output, re.MULTILINE)
 
 
+def test_a_run_that_goes_on_is_evaluated_without_being_disturbed(here: Place) -> None:
+    net = ("model={name: tests.e2e.toys:Held, args: {}}",)
+    training = here.start("train", "tiny.yaml", *net, "--run-name", "x", HOLD_AT="11")  # after the first checkpoint
+    training.until(here.held(1), "the rank waits")
+    evaluated = here.run("eval", "x", "--checkpoint", "8", HOLD_AT="-1")
+    assert evaluated.lines[-1] == f"written to {here.attempt('x', 'eval-001').path}"
+    run = here.run_dir("x")
+    assert not (run.path / "evaluation.json").exists()
+    assert not run.result.exists()
+    (here.hold / "go").touch()
+    training.ends_with(0)
+    content = json.loads((run.path / "evaluation.json").read_text())
+    assert (content["checkpoint"], content["samples"]) == ("step_00000016", 203)
+    assert [path.name for path in sorted((run.path / "attempts").iterdir())] == ["001", "eval-001"]
+
+
 def test_a_finished_run_says_so_and_refuses_other_settings(finished: Place) -> None:
     before = _tree(finished)
     resumed = finished.run("resume", "done")

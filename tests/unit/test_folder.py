@@ -12,6 +12,7 @@ from configs.errors import ConfigError, EnvironmentProblem, TrainingError
 from tests.folders import make, plain
 from trainer.data.datasets import load_data
 from trainer.data.folder import Files, Splits, load_splits
+from trainer.data.other_folder import load_only
 
 RED = (255, 0, 0)
 
@@ -243,3 +244,23 @@ def test_grey_images_have_one_channel(tmp_path: Path) -> None:
     image, _ = load_data(config(tmp_path, channels=1)).train[0]
     assert image.shape == (1, 8, 8)
     assert image.unique().tolist() == [round(0.299 * 250 + 0.587 * 10 + 0.114 * 10)]
+
+
+def test_another_folder_has_the_numbers_of_the_names_it_is_matched_by(tmp_path: Path) -> None:
+    # By themselves they would be numbered in another order, and b is no UTF-8. A folder cannot have a slash.
+    odd = os.fsdecode(b"b\xff")
+    for name in ("T-shirt_top", odd, "Z"):
+        plain(tmp_path / name / "0.png", RED)
+    files, notes = load_only(tmp_path, ["Z", "missing", odd, "T-shirt/top"])
+    assert names(files, tmp_path) == ["T-shirt_top/0.png", "Z/0.png", f"{odd}/0.png"]
+    assert files.labels.tolist() == [3, 0, 2]
+    assert notes == ["note: 1 of 4 classes have no image here: missing"]
+
+
+def test_another_folder_may_share_a_name_of_two_classes_only_if_it_lacks_it(tmp_path: Path) -> None:
+    plain(tmp_path / "crane" / "0.png", RED)
+    plain(tmp_path / "cat" / "0.png", RED)
+    with pytest.raises(ConfigError, match="several classes of the run are named 'crane', so nothing says which"):
+        load_only(tmp_path, ["crane", "cat", "crane"])
+    files, _ = load_only(tmp_path, ["crane", "cat", "dog", "dog"])
+    assert files.labels.tolist() == [1, 0]

@@ -230,6 +230,11 @@ def test_an_evaluation_is_not_told_what_fits_in_training() -> None:
     assert planned(CPU, mode="eval", max_micro_batch=2).warnings == []
 
 
+def test_an_evaluation_says_which_settings_are_not_the_runs() -> None:
+    (note,) = planned(CPU, mode="eval", eval_changes=["eval.flip: false -> true", "seed: 0 -> 1"]).warnings
+    assert note == "evaluated with other settings than the run's: eval.flip: false -> true; seed: 0 -> 1"
+
+
 @pytest.mark.parametrize(
     ("largest", "is_estimate", "text"),
     [

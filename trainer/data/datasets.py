@@ -18,9 +18,10 @@ from configs.errors import ConfigError, EnvironmentProblem
 from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
 from trainer.data import jpeg
 from trainer.data.bad_images import BadImages
-from trainer.data.folder import load_only, load_splits
+from trainer.data.folder import load_splits
 from trainer.data.idx import read_idx
 from trainer.data.images import EVALUATION, TRAINING, ImageSplit
+from trainer.data.other_folder import load_only
 
 
 class MapStyle(Protocol):
@@ -97,14 +98,17 @@ def load_data(
     return Data(train, evaluation, num_classes, classes, config.mean, config.std)
 
 
-def load_elsewhere(config: DataConfig, folder: Path, classes: Path, alive: Callable[[], None] = lambda: None) -> Data:
-    """`folder` in place of the evaluation split; nothing is to be trained. `classes` is the run's list of names."""
-    if not classes.exists():
-        raise ConfigError(f"--data: the run has no names of classes ({classes}) to match folders by")
+def load_elsewhere(
+    config: DataConfig, folder: Path, classes: Path, bad_images: Path, alive: Callable[[], None] = lambda: None
+) -> Data:
+    """`folder` in place of the evaluation split; nothing is to be trained. `classes` is the run's list of names, which
+    the launcher has checked; the others as load_data() has them."""
     names = tuple(json.loads(classes.read_text(encoding="utf-8")))
     files, notes = load_only(folder, names, alive)
-    split = ImageSplit(files, EVALUATION, config)
-    return Data(split, split, len(names), names, config.mean, config.std, None, tuple(notes))
+    bad = BadImages(bad_images, config.max_bad_images) if config.on_bad_image == "skip" else None
+    split = ImageSplit(files, EVALUATION, config, bad)
+    files_seen = {"eval": files.fingerprint}
+    return Data(split, split, len(names), names, config.mean, config.std, files_seen, tuple(notes))
 
 
 def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:

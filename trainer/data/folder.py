@@ -4,7 +4,7 @@ import hashlib
 import os
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,14 +80,14 @@ def load_splits(config: DataConfig, alive: Callable[[], None] = lambda: None) ->
     """Scan data.root; `alive` is called for each class. Raises ConfigError for what is no folder of classes."""
     train_folder, val_folder = find_splits(config)
     found = scan(train_folder, alive)
-    notes = _left_out(train_folder, found)
+    notes = left_out(train_folder, found)
     train, val = found.entries, dict[bytes, list[Entry]]()
     if val_folder is None:
         assert config.val_fraction is not None
         train, val = split(train, config.val_fraction)
     else:
         found = scan(val_folder, alive)
-        notes += _left_out(val_folder, found)
+        notes += left_out(val_folder, found)
         val = found.entries
     if len(train) < 2:
         has = ", ".join(map(os.fsdecode, train)) or "no folder with images"
@@ -95,42 +95,19 @@ def load_splits(config: DataConfig, alive: Callable[[], None] = lambda: None) ->
     classes = sorted(train)
     _check_val(classes, val, train_folder, val_folder or train_folder)
     if missing := [os.fsdecode(name) for name in classes if name not in val]:
-        notes.append(f"note: {len(missing)} of {len(classes)} classes have no image to evaluate: {_some(missing)}")
+        notes.append(f"note: {len(missing)} of {len(classes)} classes have no image to evaluate: {some(missing)}")
     return Splits(
-        _files(train_folder, train, classes),
-        _files(val_folder or train_folder, val, classes),
+        files_of(train_folder, train, classes),
+        files_of(val_folder or train_folder, val, classes),
         tuple(map(os.fsdecode, classes)),
         tuple(notes),
     )
 
 
-def load_only(
-    folder: Path, classes: Sequence[str], alive: Callable[[], None] = lambda: None
-) -> tuple[Files, list[str]]:
-    """The images of `folder`, whose class folders are numbered as in `classes`, and lines for the console.
-
-    Raises ConfigError where it holds none, or another class.
-    """
-    found = scan(folder, alive)
-    order = [os.fsencode(name) for name in classes]
-    if strangers := [os.fsdecode(name) for name in sorted(found.entries.keys() - set(order))]:
-        theirs, ours = (_some([repr(name) for name in names]) for names in (strangers, classes))
-        raise ConfigError(
-            f"--data: {folder} has {theirs}, which the run does not know as a class; it knows {ours}; rename or take "
-            "away the folder"
-        )
-    if not found.entries:
-        raise ConfigError(f"--data: {folder} has no folder of images; wanted is one for each class, by its name")
-    notes = _left_out(folder, found)
-    if missing := [name for name, raw in zip(classes, order, strict=True) if raw not in found.entries]:
-        notes.append(f"note: {len(missing)} of {len(classes)} classes have no image here: {_some(missing)}")
-    return _files(folder, found.entries, order), notes
-
-
 def _check_val(classes: list[bytes], val: Iterable[bytes], train_folder: Path, val_folder: Path) -> None:
     """Numbering each split's classes by itself would give one class two numbers."""
     if strangers := [os.fsdecode(name) for name in sorted(val) if name not in set(classes)]:
-        names = _some([f"'{name}'" for name in strangers])
+        names = some([f"'{name}'" for name in strangers])
         noun = "class" if len(strangers) == 1 else "classes"
         raise ConfigError(
             f"data.root: {val_folder} has {noun} {names}, of which {train_folder} has no image; "
@@ -231,7 +208,7 @@ def split(classes: dict[bytes, list[Entry]], fraction: float) -> tuple[dict[byte
     return train, val
 
 
-def _files(folder: Path, classes: dict[bytes, list[Entry]], order: list[bytes]) -> Files:
+def files_of(folder: Path, classes: dict[bytes, list[Entry]], order: list[bytes]) -> Files:
     numbers = {name: number for number, name in enumerate(order)}
     samples = sorted((entry, numbers[name]) for name, entries in classes.items() for entry in entries)
     digest = hashlib.sha256(b"".join(b"%b\0%d\n" % entry for entry, _ in samples))
@@ -241,17 +218,17 @@ def _files(folder: Path, classes: dict[bytes, list[Entry]], order: list[bytes]) 
     return Files(os.fsencode(folder), paths, lengths.cumsum(), labels, digest.hexdigest())
 
 
-def _left_out(folder: Path, found: Found) -> list[str]:
+def left_out(folder: Path, found: Found) -> list[str]:
     """One line with what of `folder` is no sample."""
     parts = [f"{number:,} {why}" for why, number in sorted(found.left_out.items())]
     if found.suffixes:
-        parts = [f"{part} ({_some(sorted(found.suffixes))})" if "suffix" in part else part for part in parts]
+        parts = [f"{part} ({some(sorted(found.suffixes))})" if "suffix" in part else part for part in parts]
     if found.empty:
-        empty = _some(sorted(map(os.fsdecode, found.empty)))
+        empty = some(sorted(map(os.fsdecode, found.empty)))
         parts.append(f"{counted(len(found.empty), 'class folder')} without an image ({empty})")
     return [f"left out   of {folder}: {', '.join(parts)}"] if parts else []
 
 
-def _some(names: list[str], most: int = 5) -> str:
+def some(names: list[str], most: int = 5) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
