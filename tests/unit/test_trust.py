@@ -33,8 +33,9 @@ def what_could_run_code(source: str) -> list[str]:
             found += [name for name in modules if name.partition(".")[0] in FORBIDDEN_MODULES]
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            shell = any(keyword.arg == "shell" for keyword in node.keywords)
-            found += [name] if name in FORBIDDEN_CALLS or shell else []
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            is_safe = name == "torch.load" and given.get("weights_only") == "True"
+            found += [name] if (name in FORBIDDEN_CALLS and not is_safe) or "shell" in given else []
     return found
 
 
@@ -42,11 +43,16 @@ def what_could_run_code(source: str) -> list[str]:
     "source",
     [
         *("import pickle", "from pickle import load", "torch.load(x)", "import yaml", "eval(x)"),
+        *("torch.load(x, weights_only=False)", "torch.load(x, weights_only=flag)"),
         *("subprocess.run(x, shell=True)", "dist.all_gather_object(a, b)", "os.system(x)"),
     ],
 )
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert what_could_run_code(source)
+
+
+def test_tensors_alone_may_be_read() -> None:
+    assert what_could_run_code("torch.load(x, weights_only=True)") == []
 
 
 def test_no_source_turns_data_into_code() -> None:
