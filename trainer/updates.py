@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +50,8 @@ def lion(params: list[nn.Parameter], entries: Entries, config: OptimConfig, lr: 
 
     beta1, beta2 = config.betas
     moments = entries("exp_avg")
-    rates = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay}
-    update(list[Tensor](params), _gradients(params), moments, caution=False, **rates)  # type: ignore[arg-type]  # floats
+    rates: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay}
+    update(list[Tensor](params), _gradients(params), moments, caution=False, **rates)
 
 
 def rmsprop(params: list[nn.Parameter], entries: Entries, config: OptimConfig, lr: float, weight_decay: float) -> None:

@@ -24,12 +24,6 @@ FORBIDDEN_CALLS = {
 }
 
 
-def _allowed(call: ast.Call) -> set[str]:
-    """torch.load with weights_only=True written out reads tensors and runs nothing."""
-    is_safe = any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in call.keywords)
-    return {"torch.load"} if is_safe else set()
-
-
 def what_could_run_code(source: str) -> list[str]:
     """Calls and imports that turn data into code, and processes started through a shell."""
     found = []
@@ -39,27 +33,26 @@ def what_could_run_code(source: str) -> list[str]:
             found += [name for name in modules if name.partition(".")[0] in FORBIDDEN_MODULES]
         if isinstance(node, ast.Call):
             name = ast.unparse(node.func)
-            shell = any(keyword.arg == "shell" for keyword in node.keywords)
-            found += [name] if name in FORBIDDEN_CALLS - _allowed(node) or shell else []
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            is_safe = name == "torch.load" and given.get("weights_only") == "True"
+            found += [name] if (name in FORBIDDEN_CALLS and not is_safe) or "shell" in given else []
     return found
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        *(
-            "import pickle",
-            "from pickle import load",
-            "torch.load(x)",
-            "torch.load(x, weights_only=y)",
-            "import yaml",
-            "eval(x)",
-        ),
+        *("import pickle", "from pickle import load", "torch.load(x)", "import yaml", "eval(x)"),
+        *("torch.load(x, weights_only=False)", "torch.load(x, weights_only=flag)"),
         *("subprocess.run(x, shell=True)", "dist.all_gather_object(a, b)", "os.system(x)"),
     ],
 )
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert what_could_run_code(source)
+
+
+def test_tensors_alone_may_be_read() -> None:
+    assert what_could_run_code("torch.load(x, weights_only=True)") == []
 
 
 def test_no_source_turns_data_into_code() -> None:
