@@ -37,6 +37,7 @@ def rows(attempt: Attempt) -> list[dict[str, Any]]:
     [
         {"loss": {"class_weights": "balanced"}},
         {"drop_last": True},
+        {"data__sampling": "balanced"},
         {"eval__flip": True},
         {"ema__half_life_samples": 20.0},
     ],

@@ -108,7 +108,7 @@ def load_elsewhere(
     bad = BadImages(bad_images, config.max_bad_images) if config.on_bad_image == "skip" else None
     split = ImageSplit(files, EVALUATION, config, bad)
     files_seen = {"eval": files.fingerprint}
-    return Data(split, split, len(names), names, config.mean, config.std, files_seen, tuple(notes))
+    return Data(split, split, len(names), names, config.mean, config.std, files_seen, (*notes, jpeg.describe()))
 
 
 def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:
