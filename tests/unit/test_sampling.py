@@ -111,6 +111,17 @@ def test_repeats_are_neighbours_with_randomness_of_their_own() -> None:
         assert [first[1], second[1], third[1]] == [[a, a + 10, a + 20, b], [b + 10, b + 20, c, c + 10], [c + 20, d]]
 
 
+def test_no_image_is_mixed_with_its_own_copy() -> None:
+    a, b, c, d = splitmix.permutation(10, 3, 0)[:4]
+    for world_size in (1, 2, 3):
+        (first, second, third, *_) = batches(world_size, repeats=3, unit=2)
+        assert [first[1], second[1], third[1]] == [
+            [a, b, a + 10, b + 10],
+            [a + 20, b + 20, c, d],
+            [c + 10, d + 10],
+        ]
+
+
 def test_draws_of_one_sample_are_told_apart() -> None:
     heavy = torch.tensor([5.0] + [1.0] * 9, dtype=torch.float64)
     alone = batches(1, draw=lambda epoch: draw(heavy, 3, epoch))

@@ -142,7 +142,7 @@ class Order:
     unit: int = 1
     """Samples that are never parted: 2 where pairs are mixed."""
     repeats: int = 1
-    """How often a sample comes by in a row, each time with other randomness. Epochs keep their length."""
+    """How often a sample comes by, each time with other randomness. Epochs keep their length."""
     draw: Callable[[int], Tensor] | None = None
     """The samples of an epoch, int64 (num_samples,), where not each is drawn once."""
 
@@ -162,7 +162,10 @@ class Order:
         if self.draw is not None:
             return self.draw(epoch).to(self.device) + self.num_samples * places
         order = epoch_permutation(self.num_samples, self.seed, epoch, self.device)
-        return order[places // self.repeats] + self.num_samples * (places % self.repeats)
+        # a a a b b b; where pairs are mixed a b a b a b, so that no image is mixed with itself.
+        group, within = places // (self.unit * self.repeats), places % (self.unit * self.repeats)
+        images = (self.unit * group + within % self.unit).clamp(max=self.num_samples - 1)
+        return order[images] + self.num_samples * (within // self.unit)
 
     def _indices(self, draws: list[Tensor]) -> list[Tensor]:
         if self.draw is None and self.repeats == 1:
