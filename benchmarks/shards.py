@@ -30,8 +30,10 @@ def measure(rounds: int | None = None) -> list[Row]:
 def _one_process(rounds: int) -> dict[str, list[float]]:
     """Samples/s with micro-batches of the same size: accumulated, or each a shard."""
     from benchmarks.jobs import batches_of, build_job, take_steps
+    from trainer.deterministic import ask_for_deterministic_kernels
 
     def timed(job: Any, batches: Any) -> float:
+        ask_for_deterministic_kernels(wanted=job.shards is not None)
         start = time.perf_counter()
         take_steps(job, batches, STEPS)
         return STEPS * GLOBAL_BATCH / (time.perf_counter() - start)
@@ -52,6 +54,7 @@ def _one_process(rounds: int) -> dict[str, list[float]]:
 def measure_rank(folder: Path, rank: int, rounds: int) -> None:
     """One of two ranks: write the seconds of its blocks."""
     from benchmarks.jobs import batches_of, build_job
+    from trainer.deterministic import ask_for_deterministic_kernels
     from trainer.loop import settle_buckets
 
     plan: dict[str, Any] = {"world_size": WORLD, "local_world_size": WORLD, "store": str(folder / "store")}
@@ -63,7 +66,12 @@ def measure_rank(folder: Path, rank: int, rounds: int) -> None:
     for variant, job in ((ORDINARY, ordinary), (SHARDED, sharded)):
         job.module.train()
         batches = batches_of(job)
-        variants[variant] = lambda job=job, batches=batches: block(job, batches, contextlib.nullcontext())
+
+        def timed(job: Any = job, batches: Any = batches) -> Any:
+            ask_for_deterministic_kernels(wanted=job.shards is not None)
+            return block(job, batches, contextlib.nullcontext())
+
+        variants[variant] = timed
         variants[variant]()
     result_of(folder, rank).write_text(json.dumps(in_turn(variants, rounds)), encoding="utf-8")
     ordinary.context.close()

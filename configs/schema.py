@@ -122,6 +122,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _shards_of_one_batch(self) -> Self:
+        if self.virtual_shards and self.global_batch_size is None:
+            raise ValueError(
+                "virtual_shards needs global_batch_size, which the number of processes does not change; give that "
+                "instead of per_device_batch_size"
+            )
+        if self.virtual_shards and self.compile == "auto":
+            raise ValueError("virtual_shards with compile: auto would compile by a clock; use compile: true or false")
+        return self
+
+    @model_validator(mode="after")
     def _one_batchnorm(self) -> Self:
         if self.virtual_shards and self.sync_batchnorm:
             raise ValueError("virtual_shards and sync_batchnorm are two ways to one BatchNorm; give one")

@@ -124,7 +124,7 @@ def _message(error: BaseException) -> str:
     """The error's text; of one that a loader worker passed on, with its stack, the line that says what it was."""
     text = str(error).strip()
     if text.startswith("Expected more than 1 value per channel"):
-        text += "; BatchNorm cannot train on one sample: use drop_last=true, a larger batch or fewer processes"
+        text += "; BatchNorm needs two samples: use drop_last=true, a larger batch, fewer processes or virtual_shards"
     return (text.splitlines()[-1] if "\nOriginal Traceback" in text else text) or type(error).__name__
 
 

@@ -209,6 +209,7 @@ def _evaluator(
         channels_last=channels_last,
         has_own_statistics=config.virtual_shards == 0,
         loss_name=config.loss.name,
+        seed=config.seed if may_draw(model) else None,
     )
 
 

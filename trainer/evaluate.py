@@ -18,6 +18,9 @@ from trainer.optim import averaged_tensors
 from trainer.runtime import RunContext
 from trainer.stop import StopFlag
 
+EVALUATED = -1
+"""In place of the part of a training batch where random numbers are keyed."""
+
 
 @dataclass(frozen=True)
 class EvalResult:
@@ -67,6 +70,8 @@ class Evaluator:
     """Whether running statistics differ between ranks, so that their mean is what is evaluated."""
     loss_name: str = "cross_entropy"
     """What the network's outputs are follows from it, as configs.sections.LossConfig says."""
+    seed: int | None = None
+    """Keys what the network draws in evaluation too, by the batch; None: it draws nothing."""
 
     def evaluate(
         self,
@@ -98,6 +103,8 @@ class Evaluator:
                 alive()
                 if turn < len(mine):
                     images, labels = next(loaded)
+                    if self.seed is not None:
+                        context.seed_dropout(self.seed, mine[turn], EVALUATED, 0)
                     logits = self._logits(context, images)
                     losses[mine[turn]] = self.loss_sum(logits, labels)
                     best = best_classes(logits, min(5, self.num_classes))

@@ -194,8 +194,10 @@ class Run:
         weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
         results: dict[str, EvalResult] = {}
         self.account.enter(EVALUATION)
+        device, is_asked = job.facts["gpu"] or self.plan.device, job.shards is not None
         for prefix, tensors in weights.items():
-            result = job.evaluator.evaluate(context, tensors, alive=self.account.beat, in_detail=True)
+            with told_if_not_deterministic(job.model, device, is_asked=is_asked):
+                result = job.evaluator.evaluate(context, tensors, alive=self.account.beat, in_detail=True)
             assert result is not None, "nothing stops it"
             results[prefix] = result
             job.console.line(result.describe("EMA" if prefix else ""))

@@ -60,7 +60,9 @@ def _shards(config: Path, options: Options, nprocs: Sequence[int]) -> tuple[str,
     own = loaded.config.virtual_shards
     for nproc in nprocs:
         if nproc & (nproc - 1):
-            raise ConfigError(f"--nproc {nproc}: only powers of two have equal bits, by virtual_shards")
+            raise ConfigError(
+                f"--nproc {nproc}: only powers of two have equal bits, by virtual_shards; use 1, 2, 4 or 8"
+            )
     shards = own or max(nprocs)
     for nproc in nprocs:
         plan_batches(loaded.config.model_copy(update={"virtual_shards": shards}), nproc)

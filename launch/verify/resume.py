@@ -20,7 +20,8 @@ def verify_resume(place: Place, nprocs: Sequence[int], kills: int, seed: int) ->
     """
     whole = place.reference(nprocs[0])
     steps = int(whole.state()["train_state"]["step"])
-    planned = draw_kills(random.Random(seed), steps, min(nprocs), kills)  # noqa: S311  # where to kill is no secret
+    chance = random.Random(seed)  # noqa: S311  # where to kill is no secret
+    planned = draw_kills(chance, steps, list(itertools.islice(itertools.cycle(nprocs), kills)))
     turns = itertools.cycle(nprocs)
     settings = [as_setting(planned), *place.frequent_checkpoints(steps)]
     table = Table("kill")
@@ -37,12 +38,14 @@ def verify_resume(place: Place, nprocs: Sequence[int], kills: int, seed: int) ->
     return table.conclude()
 
 
-def draw_kills(chance: random.Random, steps: int, nproc: int, number: int) -> list[Kill]:
-    """In the order of their steps, so that each start reaches its own; every second one in the middle of a save."""
+def draw_kills(chance: random.Random, steps: int, nprocs: Sequence[int]) -> list[Kill]:
+    """One for each start, of any of its ranks; in the order of their steps, so that each start reaches its own. Every
+    second one in the middle of a save."""
     if steps < 2:
         raise TrainingError(f"a run of {steps} step cannot be killed within; make it 2 steps or longer")
-    at = sorted(chance.randrange(steps) for _ in range(number))
-    return [("sigkill_in_save" if i % 2 else "sigkill", chance.randrange(nproc), step) for i, step in enumerate(at)]
+    at = sorted(chance.randrange(steps) for _ in nprocs)
+    kinds = itertools.cycle(["sigkill", "sigkill_in_save"])
+    return [(next(kinds), chance.randrange(nproc), step) for nproc, step in zip(nprocs, at, strict=True)]
 
 
 def as_setting(kills: list[Kill]) -> str:

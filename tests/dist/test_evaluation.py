@@ -208,3 +208,12 @@ def test_flips_are_told_and_give_log_probabilities_of_log_probabilities(tmp_path
     for text, loss in in_ranks(tmp_path, world_size, score):
         assert text.startswith("evaluated 1/1 with flips: ")
         assert loss == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_what_a_network_draws_in_evaluation_is_keyed_by_the_batch(tmp_path: Path) -> None:
+    config = tiny_config(model={"name": "tests.dist.toys:DrawsInEvaluation"}, max_epochs=1, eval__batch_size=4)
+    trained = finished(tmp_path / "run", config, 1).result()["metrics"]
+    for world_size in (1, 2, 3):
+        attempt = finished(tmp_path / "run", config, world_size, mode="eval", checkpoint="last")
+        metrics = json.loads((attempt.attempt.path / "eval.json").read_text())["metrics"]
+        assert metrics["eval/loss"] == trained["eval/loss"]

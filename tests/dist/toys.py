@@ -540,3 +540,15 @@ class Uncountable(_Mortal):
             raise ValueError("no image")
         logits: Tensor = self.head(images.flatten(1))
         return logits
+
+
+class DrawsInEvaluation(nn.Module):
+    """Dropout that does not ask whether it is training."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(nn.functional.dropout(images.flatten(1), 0.5))
+        return logits

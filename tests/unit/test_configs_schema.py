@@ -184,3 +184,15 @@ def test_geometry_of_an_image_folder() -> None:
     resident = folder(image_size=32, residency="device", augment={"crop_scale": None, "crop_ratio": [1.0, 2.0]})
     assert config(data=resident).data.augment.crop_ratio == (1.0, 2.0)
     assert config(data=folder(image_size=32, resize_size=32, augment=crops)).data.augment.crop_scale == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"per_device_batch_size": 8}, "virtual_shards needs global_batch_size"),
+        ({"global_batch_size": 8, "compile": "auto"}, "would compile by a clock"),
+    ],
+)
+def test_what_would_make_equal_bits_a_matter_of_chance_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        RunConfig.model_validate({"max_epochs": 1, "virtual_shards": 2} | settings)

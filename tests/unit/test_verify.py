@@ -87,13 +87,15 @@ def test_a_checkpoint_that_was_announced_must_be_there(tmp_path: Path) -> None:
 
 
 def test_kills_are_seeded_in_order_and_within_the_run() -> None:
-    kills = draw_kills(random.Random(5), 20, 3, 8)
-    assert kills == draw_kills(random.Random(5), 20, 3, 8)
+    nprocs = [4, 1, 2, 4] * 5
+    kills = draw_kills(random.Random(5), 20, nprocs)
+    assert kills == draw_kills(random.Random(5), 20, nprocs)
     assert [step for _, _, step in kills] == sorted(step for _, _, step in kills)
     assert {kind for kind, _, _ in kills} == {"sigkill", "sigkill_in_save"}
-    assert all(0 <= rank < 3 and 0 <= step < 20 for _, rank, step in kills)
+    assert all(0 <= rank < nproc and 0 <= step < 20 for (_, rank, step), nproc in zip(kills, nprocs, strict=True))
+    assert {rank for _, rank, _ in kills} == {0, 1, 2, 3}
     with pytest.raises(TrainingError, match="a run of 1 step cannot be killed within"):
-        draw_kills(random.Random(5), 1, 1, 1)
+        draw_kills(random.Random(5), 1, [1])
     assert as_setting([("sigkill", 1, 7)]) == "faults=[{kind: sigkill, rank: 1, step: 7, attempt: 1}]"
 
 
