@@ -5,20 +5,18 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from configs.augment_section import AugmentConfig
 from configs.known_data import IMAGE_FOLDER
 from configs.values import (
     Auto,
     Count,
     CountOrZero,
-    Fraction,
     NonNegative,
     OpenFraction,
     PerChannel,
-    Range,
     Section,
     as_tuple,
     data_name,
-    whole,
 )
 
 OF_IMAGE_FOLDERS = (
@@ -26,80 +24,31 @@ OF_IMAGE_FOLDERS = (
     "image_size",
     "eval_image_size",
     "resize_size",
+    "image_sizes",
+    "progressive",
+    "interpolation",
     "channels",
     "on_bad_image",
     "max_bad_images",
 )
 """Settings of `data` that have no meaning for other data sets."""
 
-Jitter = Annotated[tuple[NonNegative, ...], Field(min_length=3, max_length=4), BeforeValidator(as_tuple)]
 
+class ProgressiveConfig(Section):
+    """Training images that grow to data.image_size, in steps of 32 pixels."""
 
-class AugmentConfig(Section):
-    """Random changes of training images, keyed by (seed, epoch, sample): the same on any number of processes."""
-
-    shift: CountOrZero = Field(
-        default=0, description="move each image by up to this many pixels in x and y, filled with zeros"
+    start_size: Count | None = Field(
+        default=None, description="imagefolder: side of the first training images, which grow to image_size; null: off"
     )
-    flip: bool = Field(default=False, description="mirror left-right with probability 1/2")
-    cutout: CountOrZero = Field(default=0, description="side in pixels of one square set to the mean; 0 = none")
-    crop_scale: Range | None = Field(
-        default=(0.08, 1.0),
-        description="with data.image_size: share of an image's area that a random crop keeps; null: the middle, as in "
-        "evaluation",
-    )
-    crop_ratio: Range = Field(
-        default=(3 / 4, 4 / 3),
-        description="with data.image_size: width to height of a random crop, which is then a square",
-    )
-
-    policy: Literal["none", "autoaugment", "randaugment", "trivialaugment", "augmix"] = Field(
-        default="none", description="torchvision's policy of that name, on each training image in the loader worker"
-    )
-    policy_ops: Count = Field(default=2, description="randaugment: changes of each image")
-    policy_magnitude: Annotated[int, Field(ge=0, le=30), BeforeValidator(whole)] = Field(
-        default=9, description="randaugment: how strong they are, 0 to 30"
-    )
-    color_jitter: Jitter | None = Field(
-        default=None,
-        description="how far brightness, contrast, saturation and hue (at most 0.5) may change, as [0.4, 0.4, 0.4]",
-    )
-    erasing: Fraction = Field(
-        default=0.0, description="probability that a random rectangle of a training image is set to the mean"
-    )
-    repeats: Count = Field(
-        default=1,
-        description="repeated augmentation: so many copies of an image in a row, each changed in its own way",
-    )
-    mixup: NonNegative = Field(
-        default=0.0, description="alpha of the Beta distribution by which images are mixed in pairs; 0: no mixup"
-    )
-    cutmix: NonNegative = Field(default=0.0, description="the same for boxes of one image in another; 0: no CutMix")
-    mix_probability: Fraction = Field(default=1.0, description="mixup and cutmix: share of the batches that are mixed")
-    mix_switch: Fraction = Field(default=0.5, description="share of cutmix where there is mixup too")
-
-    @property
-    def changes_single_images(self) -> bool:
-        """Whether loader workers have to, which is one image after the other."""
-        return self.policy != "none" or self.color_jitter is not None or self.erasing > 0
-
-    @property
-    def mixes(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
+    from_epoch: CountOrZero = Field(default=0, description="progressive: the last epoch of start_size, from 0 on")
+    until_epoch: Count = Field(default=1, description="progressive: the first epoch of image_size")
 
     @model_validator(mode="after")
-    def _jitter(self) -> Self:
-        if self.color_jitter is not None and len(self.color_jitter) == 4 and self.color_jitter[3] > 0.5:
-            raise ValueError(f"color_jitter: a hue of {self.color_jitter[3]:g} is more than 0.5, all the way around")
-        return self
-
-    @model_validator(mode="after")
-    def _ranges(self) -> Self:
-        for name, most in (("crop_scale", 1.0), ("crop_ratio", math.inf)):
-            low, high = getattr(self, name) or (1.0, 1.0)
-            if not 0 < low <= high <= most:
-                limit = "" if most == math.inf else f" up to {most:g}"
-                raise ValueError(f"{name}: [{low:g}, {high:g}] is not a range of positive numbers{limit}")
+    def _a_range(self) -> Self:
+        if self.start_size is None and (self.from_epoch, self.until_epoch) != (0, 1):
+            raise ValueError("from_epoch and until_epoch need start_size")
+        if self.from_epoch >= self.until_epoch:
+            raise ValueError(f"from_epoch is {self.from_epoch} and until_epoch {self.until_epoch}, which is no later")
         return self
 
 
@@ -146,6 +95,17 @@ class DataConfig(Section):
         description="imagefolder: pixels of the shorter side, of which evaluation sees the middle; default: 8/7 of "
         "image_size",
     )
+    image_sizes: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
+        default=(),
+        description="imagefolder: sides of training images, one drawn for each batch; evaluation sees image_size or "
+        "eval_image_size",
+    )
+    progressive: ProgressiveConfig = ProgressiveConfig()
+    interpolation: Literal["bilinear", "bicubic", "random"] = Field(
+        default="bilinear",
+        description="imagefolder: how images are resized, always antialiased; random: either for each training image, "
+        "bicubic in evaluation",
+    )
     channels: Literal[1, 3] = Field(default=3, description="imagefolder: 3 reads images as RGB, 1 as grey")
     on_bad_image: Literal["fail", "skip"] = Field(
         default="fail",
@@ -191,10 +151,26 @@ class DataConfig(Section):
             )
         if self.residency == "device" and self.augment.changes_single_images:
             raise ValueError(
-                "residency: device has no workers for augment.policy, color_jitter and erasing; use residency: stream"
+                "residency: device has no workers for augment.policy and color_jitter; use residency: stream"
             )
         if self.name == IMAGE_FOLDER and self.mean is not None and len(self.mean) not in (1, self.channels):
             raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")
+        return self
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        start = self.progressive.start_size
+        if start is None and not self.image_sizes:
+            return self
+        if start is not None and self.image_sizes:
+            raise ValueError("progressive.start_size and image_sizes are two ways to other sizes; give one")
+        what = "progressive.start_size" if start is not None else "image_sizes"
+        if self.image_size is None:
+            raise ValueError(f"{what} needs image_size")
+        if start is not None and start >= self.image_size:
+            raise ValueError(f"progressive.start_size is {start} and needs an image_size that is more")
+        if self.residency == "device":
+            raise ValueError(f"residency: device holds images of one size, not {what}; use residency: stream")
         return self
 
     @model_validator(mode="after")

@@ -23,6 +23,8 @@ def slice_bounds(total: int, part: int, parts: int, unit: int = 1) -> tuple[int,
 def num_pieces(total: int, part: int, parts: int, max_micro_batch: int, unit: int = 1) -> int:
     """Micro-batches that the `part`-th of `parts` slices of a batch of `total` samples is cut into."""
     start, stop = slice_bounds(total, part, parts, unit)
+    if stop - start <= max_micro_batch:
+        return int(stop > start)
     return -(-(stop - start) // (max(1, max_micro_batch // unit) * unit))
 
 
@@ -35,10 +37,13 @@ class BatchPlan:
     max_slice: int
     max_micro_batch: int
     gradient_accumulation_steps: int
+    unit: int = 1
+    """Samples that are never parted."""
 
     @property
     def is_even(self) -> bool:
-        return self.global_batch_size % (self.world_size * self.gradient_accumulation_steps) == 0
+        pieces = self.world_size * self.gradient_accumulation_steps
+        return pieces == 1 or self.global_batch_size % (pieces * self.unit) == 0
 
     def describe(self) -> str:
         arithmetic = (
@@ -58,33 +63,44 @@ def plan_batches(config: RunConfig, world_size: int, max_micro_batch: int | None
     else:
         assert config.per_device_batch_size is not None
         total = config.per_device_batch_size * world_size
-    if total < world_size:
-        raise ConfigError(
-            f"global_batch_size={total} is smaller than the number of processes, {world_size}; "
-            f"use global_batch_size={world_size} or more, or no more than {total} of them"
-        )
-    max_slice = -(-total // world_size)
+    unit = config.data.augment.unit
+    units = -(-total // unit)
+    if units < world_size:
+        too_few = _too_few(total, unit, f"the number of processes, {world_size}")
+        least = (world_size - 1) * unit + 1
+        raise ConfigError(f"{too_few}; use global_batch_size={least} or more, or no more than {units} of them")
     parts = world_size
     if config.virtual_shards:
-        check_shards(config.virtual_shards, total, world_size)
+        check_shards(config.virtual_shards, total, world_size, unit)
         parts = config.virtual_shards
-    part = -(-total // parts)
-    pieces = -(-part // min(config.max_per_device_batch_size or part, max_micro_batch or part))
-    return BatchPlan(total, world_size, max_slice, -(-part // pieces), pieces * parts // world_size)
+    part, max_slice = (_largest(total, number, unit) for number in (parts, world_size))
+    most = min(config.max_per_device_batch_size or part, max_micro_batch or part)
+    pieces = 1 if part <= most else -(-part // (max(1, most // unit) * unit))
+    max_micro_batch = part if pieces == 1 else -(-part // (pieces * unit)) * unit
+    return BatchPlan(total, world_size, max_slice, max_micro_batch, pieces * parts // world_size, unit)
 
 
-def check_shards(shards: int, global_batch_size: int, world_size: int) -> None:
-    """Raise ConfigError if the shards do not divide over the processes, or cannot all have samples."""
+def _largest(total: int, parts: int, unit: int) -> int:
+    bounds = (slice_bounds(total, part, parts, unit) for part in range(parts))
+    return max(stop - start for start, stop in bounds)
+
+
+def check_shards(shards: int, global_batch_size: int, world_size: int, unit: int = 1) -> None:
+    """Raise ConfigError if the shards do not divide over the processes, or cannot all have samples, of which `unit` are
+    never parted."""
     if shards % world_size:
         raise ConfigError(
             f"virtual_shards={shards} does not divide over {world_size} processes; use one of "
             f"{', '.join(map(str, fitting_processes(shards)))} processes"
         )
-    if global_batch_size < shards:
-        raise ConfigError(
-            f"global_batch_size={global_batch_size} is smaller than virtual_shards={shards}; use a larger batch or "
-            "fewer shards"
-        )
+    if -(-global_batch_size // unit) < shards:
+        too_few = _too_few(global_batch_size, unit, f"virtual_shards={shards}")
+        raise ConfigError(f"{too_few}; use a larger batch or fewer shards")
+
+
+def _too_few(total: int, unit: int, parts: str) -> str:
+    groups = "" if unit == 1 else f", in groups of {unit} that are mixed with each other,"
+    return f"global_batch_size={total}{groups} is smaller than {parts}"
 
 
 def fitting_processes(shards: int) -> list[int]:

@@ -150,6 +150,13 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _whole_pairs(self) -> Self:
+        unit, most = self.data.augment.unit, self.max_per_device_batch_size
+        if most is not None and most < unit:
+            raise ValueError(f"max_per_device_batch_size: {most} would part images that are mixed; use {unit} or more")
+        return self
+
+    @model_validator(mode="after")
     def _one_precision(self) -> Self:
         if self.dtype == "float64" and self.mixed_precision not in ("auto", "no"):
             raise ValueError(f"dtype: float64 goes with mixed_precision: no, not {self.mixed_precision}")

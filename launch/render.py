@@ -12,6 +12,7 @@ from configs.derive import (
     plan_batches,
     resolve_precision,
     resolve_workers,
+    slice_bounds,
     steps_per_epoch,
     total_steps,
     why_precision,
@@ -89,7 +90,9 @@ def _bits(plan: LaunchPlan, origin: str) -> dict[str, str]:
         return {}
     *numbers, last = map(str, fitting_processes(shards))
     processes = f"{', '.join(numbers)} or {last} processes" if numbers else "1 process"
-    smallest, largest = batches.global_batch_size // shards, -(-batches.global_batch_size // shards)
+    bounds = [slice_bounds(batches.global_batch_size, shard, shards, batches.unit) for shard in range(shards)]
+    sizes = [stop - start for start, stop in bounds]
+    smallest, largest = min(sizes), max(sizes)
     samples = counted(largest, "sample") if smallest == largest else f"{smallest} or {largest} samples"
     micro = f", at most {batches.max_micro_batch} at a time" if batches.max_micro_batch < largest else ""
     return {

@@ -241,8 +241,9 @@ def _resume_hint(attempt: AttemptDir, resume_command: str) -> list[str]:
 
 
 def _memory_hint(plan: LaunchPlan, first: Outcome) -> list[str]:
-    """Where a smaller micro-batch can help: not before training, and not below one sample."""
-    if first.kind != OUT_OF_MEMORY or first.step is None or plan.worker.batches.max_micro_batch == 1:
+    """Where a smaller micro-batch can help: not before training, and not below one sample, or those that are mixed."""
+    batches = plan.worker.batches
+    if first.kind != OUT_OF_MEMORY or first.step is None or batches.max_micro_batch <= batches.unit:
         return []
     return ["hint: max_per_device_batch_size=N accumulates smaller micro-batches; the results stay the same"]
 

@@ -55,11 +55,12 @@ class Decision:
     """What micro-batches are limited to from now on; None: as before."""
 
 
-def judge(failures: Sequence[Failure], launch: LaunchConfig, micro_batch: int) -> Decision:
-    """Decide after the last of `failures`, one an attempt; `micro_batch` is what that attempt had."""
+def judge(failures: Sequence[Failure], launch: LaunchConfig, micro_batch: int, unit: int = 1) -> Decision:
+    """Decide after the last of `failures`, one an attempt; `micro_batch` is what that attempt had, `unit` how many
+    samples are never parted."""
     *earlier, last = failures
     if last.kind == OUT_OF_MEMORY:
-        return _with_half(last, micro_batch)
+        return _with_half(last, micro_batch, unit)
     if launch.max_restarts == 0:
         return Decision(again=False)
     number = 1 + sum(failure.kind != OUT_OF_MEMORY for failure in earlier)
@@ -72,12 +73,13 @@ def judge(failures: Sequence[Failure], launch: LaunchConfig, micro_batch: int) -
     return Decision(again=True, why=f"restart {number} of {launch.max_restarts} in {wait_s:g} s", wait_s=wait_s)
 
 
-def _with_half(last: Failure, micro_batch: int) -> Decision:
+def _with_half(last: Failure, micro_batch: int, unit: int) -> Decision:
     """Less memory is needed only by what goes through the network: the samples of one micro-batch."""
     if last.step is None:
         return Decision(again=False, why="not restarted: it did not fit before the first sample was seen")
-    if micro_batch == 1:
-        why = "the micro-batch is one sample already; use a smaller network, mixed_precision: bf16, or more memory"
+    if micro_batch <= unit:
+        least = "one sample" if unit == 1 else f"{micro_batch} samples that are mixed with each other"
+        why = f"the micro-batch is {least} already; use a smaller network, mixed_precision: bf16, or more memory"
         return Decision(again=False, why=f"not restarted: {why}")
     return Decision(again=True, why="restart", max_micro_batch=-(-micro_batch // 2))
 

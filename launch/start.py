@@ -192,7 +192,8 @@ def _train(job: _Job, run: RunDir, options: Options) -> int:
         if verdict.failure is None or plan.nnodes > 1:
             return _finish(verdict, restarts)
         failures.append(verdict.failure)
-        decision = judge(failures, plan.config.launch, plan.worker.batches.max_micro_batch)
+        batches = plan.worker.batches
+        decision = judge(failures, plan.config.launch, batches.max_micro_batch, batches.unit)
         if not decision.again:
             return _finish(verdict, restarts, decision.why)
         for line in verdict.facts:

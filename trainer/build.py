@@ -63,7 +63,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     workers = run.plan.num_workers
     residency, reason = choose_residency(config.data, splits, device, context.local_world_size, workers)
     notes = context.together(lambda: check_loaders(run.plan, splits, streams=residency == "stream"))
-    policy = Policy(config.data.augment, data.mean) if config.data.augment.changes_single_images else None
+    augment = config.data.augment
+    policy = Policy(augment) if augment.changes_single_images and run.plan.mode == "train" else None
     source, eval_source = (
         build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop, each)
         for split, each in zip(splits, (policy, None), strict=True)
@@ -95,7 +96,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         source=source,
         order=order,
         preprocess=preprocess,
-        mixing=Mixing(config.data.augment, config.seed, data.num_classes) if config.data.augment.mixes else None,
+        mixing=Mixing(augment, config.seed, data.num_classes, device) if augment.mixes else None,
         image_shape=shape,
         may_draw=may_draw(model),
         channels_last=channels_last,
@@ -181,7 +182,7 @@ def _order(
         max_micro_batch=batch.max_micro_batch,
         device=device,
         num_shards=config.virtual_shards,
-        unit=2 if config.data.augment.mixes else 1,
+        unit=config.data.augment.unit,
         repeats=config.data.augment.repeats,
         draw=None if weights is None else partial(draw, weights, config.seed),
     )

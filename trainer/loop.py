@@ -187,7 +187,7 @@ def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, draws: T
     """Summed loss of one micro-batch, and the signals' parameter where there are several ranks."""
     images, targets = job.preprocess.for_training(images, batch.epoch, draws), labels
     if job.mixing is not None:
-        images, targets = job.mixing(images, labels, batch.epoch, batch.index)
+        images, targets = job.mixing(images, labels, batch.epoch, draws)
     if job.channels_last:
         images = images.contiguous(memory_format=torch.channels_last)
     if batch.is_dummy:

@@ -13,6 +13,7 @@ from trainer.choices import choose_channels_last
 from trainer.data.datasets import Data
 from trainer.freeze import freeze, in_evaluation
 from trainer.models import build_model
+from trainer.other_sizes import check_sizes
 from trainer.published import find_published
 from trainer.runtime import RunContext, check_sync_batchnorm
 from trainer.weights import take_weights
@@ -43,6 +44,8 @@ def build_network(
 ) -> Network:
     """Weights are taken from elsewhere only where there is no checkpoint to go on from."""
     model = build_model(config.model, data.num_classes, shape, config.seed, context.dtype)
+    if trains:
+        check_sizes(model, config.data, shape, context.dtype)
     if config.sync_batchnorm and context.world_size > 1 and trains:
         check_sync_batchnorm(config, len(data.train), context)
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from configs.contract import WorkerPlan
+from configs.image_sizes import at_largest_size, training_sizes
 from configs.run_dir import AttemptDir, RunDir
 from trainer.build import build
 from trainer.job import Job
@@ -49,14 +50,17 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def build_alone(plan: WorkerPlan, **changes: Any) -> Iterator[Job]:
-    """The job of one process whose global batch is one rank's share, with `changes` to its config."""
-    sizes = {
+    """The job of one process whose global batch is one rank's share, with `changes` to its config; of images as large
+    as any will be."""
+    sizes: dict[str, Any] = {
         "global_batch_size": plan.batches.max_slice,
         "per_device_batch_size": None,
         "faults": (),
         "virtual_shards": 0,
         "steps_per_execution": 1,
     }
+    if training_sizes(plan.config.data):
+        sizes["data"] = at_largest_size(plan.config.data)
     config = plan.config.model_copy(update=sizes | changes)
     alone = dataclasses.replace(plan, config=config, world_size=1, local_world_size=1, store=None, terminal=None)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

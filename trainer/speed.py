@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from configs.image_sizes import training_sizes
 from trainer.flops import Flops, count_flops, is_cheap
 from trainer.job import Job
 from trainer.peaks import peak_tflops
@@ -23,10 +24,12 @@ class Speed:
     """Of one device; None where it is not known."""
     gpu: str | None = None
     precision: str = "no"
+    sizes: tuple[int, ...] = ()
+    """Sides of the training images, where they have several: nothing is known of the FLOPs of all together."""
 
     def metrics(self, samples_per_s: float) -> dict[str, float]:
         """Of one device: perf/tflops, and perf/mfu as a fraction, where they are known."""
-        if self.flops.unknown:
+        if self.flops.unknown or self.sizes:
             return {}
         tflops = samples_per_s * self.flops.total / self.num_devices / 1e12
         return {"perf/tflops": tflops} | ({} if self.peak_tflops is None else {"perf/mfu": tflops / self.peak_tflops})
@@ -46,6 +49,9 @@ class Speed:
         """What is missing, and why."""
         if self.flops.unknown:
             return [f"no FLOPs: the network cannot be counted without data ({self.flops.unknown})"]
+        if self.sizes:
+            sides = f"{self.sizes[0]} to {self.sizes[-1]} pixels"
+            return [f"no TFLOP/s: training images are of {sides}, and FLOPs are counted for data.image_size"]
         if self.gpu is not None and self.peak_tflops is None:
             return [f"TFLOP/s without MFU: no peak is known of {self.gpu} in {_in_words(self.precision)}"]
         return []
@@ -78,7 +84,7 @@ def count_speed(job: Job) -> Speed:
     flops = count_flops(job.evaluator.model, job.model, batch, context.dtype)
     gpu, precision = job.facts["gpu"], context.precision
     peak = None if gpu is None else peak_tflops(gpu, precision, job.config.dtype, allows_tf32=_allows_tf32())
-    return Speed(flops, context.world_size, peak, gpu, precision)
+    return Speed(flops, context.world_size, peak, gpu, precision, training_sizes(job.config.data))
 
 
 def _allows_tf32() -> bool:

@@ -21,6 +21,7 @@ from trainer import choices
 from trainer.account import TimeOfRun
 from trainer.details import SCALARS
 from trainer.job import Job
+from trainer.other_sizes import describe_sizes
 from trainer.speed import describe_speed
 from trainer.tracking import as_json
 
@@ -41,6 +42,7 @@ def plan_screen(job: Job, plan: WorkerPlan, batch: BatchPlan, residency: str) ->
     threads = f"{counted(plan.threads_per_rank, 'thread')} a rank"
     return [
         f"data       {config.data.name}: {sizes}; {residency}",
+        *describe_sizes(config.data),
         f"model      {config.model.name}: {parameters:,} parameters, {config.dtype}",
         f"batch      {batch.describe()}",
         *(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.data_section import AugmentConfig
+from configs.augment_section import AugmentConfig
 from configs.sections import EvalConfig, LossConfig
 from tests.dist import toys
 from tests.dist.harness import finished, in_ranks, run, tiny_config

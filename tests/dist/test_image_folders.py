@@ -278,9 +278,9 @@ def test_a_resume_far_into_an_epoch_decodes_nothing_that_is_skipped(
     seen: list[int] = []
     sample = split.sample
 
-    def noted(seed: int, epoch: int, index: int) -> tuple[Tensor, int]:
+    def noted(seed: int, epoch: int, index: int, side: int | None) -> tuple[Tensor, int]:
         seen.append(index)
-        return sample(seed, epoch, index)
+        return sample(seed, epoch, index, side)
 
     monkeypatch.setattr(split, "sample", noted)
     decoded: list[str] = []

@@ -64,6 +64,11 @@ CASES: dict[str, dict[str, Any]] = {
         "data__residency": "stream",
         "data__num_workers": 1,
     },
+    "copies mixed": {
+        "data__augment": {"repeats": 2, "mixup": 0.4, "cutmix": 1.0, "erasing": 0.5, "erasing_mode": "noise"},
+        "global_batch_size": 16,
+        "max_epochs": 3,
+    },
     "fp16, skipped": {
         "mixed_precision": "fp16",
         "optim": SGD,

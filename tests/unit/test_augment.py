@@ -7,7 +7,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import transforms
 
-from configs.data_section import AugmentConfig
+from configs.augment_section import AugmentConfig
 from tests import splitmix
 from trainer.data.augment import Preprocess, cutout_mask, shift
 

@@ -113,6 +113,34 @@ def test_the_picture_is_what_training_sees(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"^ä +1 +0$", "\n".join(lines), re.MULTILINE)
 
 
+def test_pairs_that_are_mixed_are_drawn_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = make(tmp_path / "images", train__a=1, train__b=1)
+    plain(root / "val/a/0.png", (0, 0, 0))
+    plain_picture, mixed_picture = tmp_path / "plain.png", tmp_path / "mixed.png"
+    checked(root, plain_picture, capsys)
+    code, _ = checked(root, mixed_picture, capsys, augment={"mixup": 50.0, "erasing": 0.0})
+    assert code == 0
+    before, after = (np.array(Image.open(path)).astype(int) for path in (plain_picture, mixed_picture))
+    cells = [(slice(4, 12), slice(4, 12)), (slice(4, 12), slice(16, 24))]
+    one, other = (before[cell] for cell in cells)
+    # Beta(50, 50) is near to one half, and what one gives the other takes.
+    assert (np.abs(after[cells[0]] - (one + other) / 2) < 60).all()
+    assert (np.abs(after[cells[0]] - one) > 30).any()
+    assert (np.abs(after[cells[0]] + after[cells[1]] - one - other) <= 1).all()
+
+
+def test_policies_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = noisy(tmp_path / "images", train__a=8, train__b=1, val__a=0)
+    plain(root / "val/a/0.png", (0, 0, 0))
+    pictures = [tmp_path / f"{number}.png" for number in range(3)]
+    settings: tuple[dict[str, Any], ...] = ({}, {"policy": "trivialaugment"}, {"policy": "trivialaugment"})
+    for path, augment in zip(pictures, settings, strict=True):
+        checked(root, path, capsys, image_size=16, augment=augment)
+    contents = [np.array(Image.open(path)) for path in pictures]
+    assert not np.array_equal(contents[0], contents[1])
+    assert np.array_equal(contents[1], contents[2])
+
+
 def test_grey_images_are_drawn_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = make(tmp_path / "images", a=4, b=4)
     code, _ = checked(root, tmp_path / "samples.png", capsys, channels=1, val_fraction=0.5)

@@ -7,6 +7,7 @@ import pytest
 from configs.derive import (
     describe_lr,
     lr_at,
+    num_pieces,
     peak_lr,
     plan_batches,
     resolve_precision,
@@ -59,6 +60,55 @@ def test_every_sample_of_a_global_batch_is_in_exactly_one_micro_batch(world_size
         assert seen == list(range(total))
         assert max(sizes) == plan.max_micro_batch <= (cap or total)
         assert plan.is_even == (len(set(sizes)) == 1)
+
+
+@pytest.mark.parametrize(("augment", "unit"), [({"mixup": 0.2}, 2), ({"cutmix": 1.0, "repeats": 3}, 2)])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("cap", [None, 6, 7, 8, 32])
+@pytest.mark.parametrize("shards", [0, 4])
+def test_what_is_mixed_is_never_parted(
+    augment: dict[str, Any], unit: int, world_size: int, cap: int | None, shards: int
+) -> None:
+    parts = shards or world_size
+    if parts % world_size:
+        return
+    for total in (*range((parts - 1) * unit + 1, 60), 128):
+        chosen = config(
+            global_batch_size=total, max_per_device_batch_size=cap, virtual_shards=shards, data={"augment": augment}
+        )
+        plan = plan_batches(chosen, world_size)
+        seen: list[int] = []
+        pieces: list[int] = []
+        for part in range(parts):
+            start, end = slice_bounds(total, part, parts, unit)
+            assert start % unit == 0
+            number = num_pieces(total, part, parts, plan.max_micro_batch, unit)
+            pieces.append(number)
+            for piece in range(number):
+                first, last = slice_bounds(end - start, piece, number, unit)
+                assert first % unit == 0
+                assert 0 < last - first <= plan.max_micro_batch
+                seen += range(start + first, start + last)
+        assert seen == list(range(total))
+        assert plan.max_micro_batch <= (cap or total)
+        assert plan.gradient_accumulation_steps == max(pieces) * parts // world_size
+        slices = [slice_bounds(total, rank, world_size, unit) for rank in range(world_size)]
+        assert plan.max_slice == max(end - start for start, end in slices)
+        if cap is None:
+            assert pieces == [1] * parts
+
+
+def test_too_few_pairs_are_refused_with_the_numbers() -> None:
+    mixed: dict[str, Any] = {"global_batch_size": 4, "data": {"augment": {"mixup": 0.2}}}
+    assert plan_batches(config(**mixed), 2).max_slice == 2
+    expected = "^global_batch_size=4, in groups of 2 that are mixed with each other, is smaller than the number of proc"
+    with pytest.raises(ConfigError, match=f"{expected}esses, 3; use global_batch_size=5 or more, or no more than 2 of"):
+        plan_batches(config(**mixed), 3)
+    with pytest.raises(ConfigError, match="mixed with each other, is smaller than virtual_shards=4; use a larger"):
+        plan_batches(config(**mixed, virtual_shards=4), 1)
+    with pytest.raises(ValueError, match="max_per_device_batch_size: 1 would part images that are mixed; use 2"):
+        config(**mixed, max_per_device_batch_size=1)
+    assert plan_batches(config(**mixed), 1, 1).max_micro_batch == 2  # remembered from before mixing
 
 
 @pytest.mark.parametrize("found", [1, 3, 4, 7, 100])

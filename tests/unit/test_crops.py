@@ -109,13 +109,14 @@ def test_the_centre_is_torchvisions(size: tuple[int, int], target: tuple[int, in
     assert difference.float().mean() < 0.2
 
 
-def test_a_random_crop_has_torchvisions_pixels() -> None:
-    image = smooth(200, 150)
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_a_random_crop_has_torchvisions_pixels(interpolation: str) -> None:
+    image, mode = smooth(200, 150), TF.InterpolationMode(interpolation)
     for index in range(20):
         key = key_of(1, index)
         left, top, right, bottom = map(int, random_box(uniforms(key), 200, 150, SCALE, RATIO))
-        expected = TF.resized_crop(image, top, left, bottom - top, right - left, [32, 32])  # type: ignore[arg-type]
-        found = read_pixels(stored(image), 3, random_view(key, 32, SCALE, RATIO))
+        expected = TF.resized_crop(image, top, left, bottom - top, right - left, [32, 32], mode)  # type: ignore[arg-type]
+        found = read_pixels(stored(image), 3, random_view(key, 32, SCALE, RATIO, interpolation))
         difference = (found.int() - as_tensor(expected)).abs()
         assert difference.max() <= 1
         assert difference.float().mean() < 0.1
@@ -212,3 +213,24 @@ def test_scale_and_ratio_are_those_of_the_settings(tmp_path: Path) -> None:
     train: Any = load_data(config(root, augment={"crop_scale": [0.2, 0.3], "crop_ratio": [2.0, 3.0]})).train
     view = random_view(splitmix.key(0, 0, 5, 0), 8, (0.2, 0.3), (2.0, 3.0))
     assert torch.equal(train.sample(0, 0, 0)[0], read_pixels(train.files.path(0), 3, view))
+
+
+def test_the_interpolation_is_the_settings_or_drawn_by_the_sample(tmp_path: Path) -> None:
+    root = noisy(tmp_path / "images", train__a=8, train__b=1, val__a=2)
+
+    def splits(**more: Any) -> tuple[Any, Any]:
+        data = load_data(config(root, **more))
+        return data.train, data.evaluation
+
+    linear, cubic, either = (splits(interpolation=name) for name in ("bilinear", "bicubic", "random"))
+    for index in range(8):
+        path, key = linear[0].files.path(index), splitmix.key(3, 2, 5, index)
+        crops = [read_pixels(path, 3, random_view(key, 8, SCALE, RATIO, name)) for name in ("bilinear", "bicubic")]
+        assert not torch.equal(*crops)
+        assert torch.equal(linear[0].sample(3, 2, index)[0], crops[0])
+        assert torch.equal(cubic[0].sample(3, 2, index)[0], crops[1])
+        is_linear = splitmix.key(3, 2, 12, index) % 2
+        assert torch.equal(either[0].sample(3, 2, index)[0], crops[0 if is_linear else 1])
+    assert len({splitmix.key(3, 2, 12, index) % 2 for index in range(8)}) == 2
+    assert torch.equal(either[1].sample(3, 0, 1)[0], cubic[1].sample(3, 0, 1)[0])
+    assert not torch.equal(linear[1].sample(3, 0, 1)[0], cubic[1].sample(3, 0, 1)[0])

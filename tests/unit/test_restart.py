@@ -105,6 +105,10 @@ def test_out_of_memory_that_no_smaller_micro_batch_can_help() -> None:
     of_one = decide(MEMORY, micro_batch=1)
     assert not of_one.again
     assert of_one.why.startswith("not restarted: the micro-batch is one sample already; ")
+    of_a_pair = judge([MEMORY], LaunchConfig(), 2, 2)
+    assert not of_a_pair.again
+    assert "the micro-batch is 2 samples that are mixed with each other already; " in of_a_pair.why
+    assert judge([MEMORY], LaunchConfig(), 4, 2).max_micro_batch == 2
     at_build = decide(Failure("OutOfMemoryError", "OutOfMemoryError", 0))
     assert (at_build.again, at_build.max_micro_batch) == (False, None)
     assert at_build.why == "not restarted: it did not fit before the first sample was seen"

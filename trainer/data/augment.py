@@ -4,11 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.data_section import AugmentConfig
+from configs.augment_section import AugmentConfig
+from trainer.data.erasing import boxes_to_erase, noise
 from trainer.data.order import key_of, random_integers
 
 # One stream of random numbers for each kind of change, so that switching one on leaves the others as they were.
 _SHIFT_Y, _SHIFT_X, _FLIP, _CUTOUT_Y, _CUTOUT_X, CROP = range(6)
+# Those between are in mixing.py, policies.py and sampling.py.
+_ERASING, _NOISE, SIZE, INTERPOLATION = range(9, 13)
 
 _LARGE = 2**16
 """Values of an image beyond which a CPU takes one at a time: a call costs less than memory does for a whole batch."""
@@ -74,7 +77,14 @@ class Preprocess:
                 for kind, side in ((_CUTOUT_Y, images.shape[2]), (_CUTOUT_X, images.shape[3]))
             )
             images = images * cutout_mask(images, y, x, augment.cutout)
-        return images
+        return self._erase(images, epoch, ids.to(self.device)) if augment.erasing else images
+
+    def _erase(self, images: Tensor, epoch: int, ids: Tensor) -> Tensor:
+        erased = boxes_to_erase(images.shape, self.augment.erasing, key_of(self.seed, epoch, _ERASING), ids)
+        if self.augment.erasing_mode == "mean":
+            return images.masked_fill_(erased, 0.0)
+        other = noise(images.shape, key_of(self.seed, epoch, _NOISE), ids).to(images.dtype)
+        return torch.where(erased, other, images)
 
     def normalise(self, images: Tensor) -> Tensor:
         """What evaluation sees."""

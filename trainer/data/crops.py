@@ -10,14 +10,18 @@ Range = tuple[float, float]
 _TRIES = 10
 
 
-def random_view(key: int, side: int, scale: Range, ratio: Range) -> View:
+def random_view(key: int, side: int, scale: Range, ratio: Range, interpolation: str = "bilinear") -> View:
     """A crop drawn by `key`, as a square of `side` pixels."""
-    return lambda width, height: Square(random_box(uniforms(key), width, height, scale, ratio), side, is_cut=True)
+    return lambda width, height: Square(
+        random_box(uniforms(key), width, height, scale, ratio), side, is_cut=True, interpolation=interpolation
+    )
 
 
-def centre_view(side: int, resize: int) -> View:
+def centre_view(side: int, resize: int, interpolation: str = "bilinear") -> View:
     """The middle square of `side` pixels of the image whose shorter side is resized to `resize` pixels."""
-    return lambda width, height: Square(centre_box(width, height, side, resize), side)
+    return lambda width, height: Square(
+        centre_box(width, height, side, resize), side, is_cut=False, interpolation=interpolation
+    )
 
 
 def random_box(draws: Iterator[float], width: int, height: int, scale: Range, ratio: Range) -> Box:

@@ -8,7 +8,7 @@ from torch import Tensor
 from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem, TrainingError
 from configs.text import printable
-from trainer.data.augment import CROP
+from trainer.data.augment import CROP, INTERPOLATION
 from trainer.data.bad_images import BadImages
 from trainer.data.crops import centre_view, random_view
 from trainer.data.decode import DecodingError, View, read_pixels, whole
@@ -34,14 +34,15 @@ class ImageSplit:
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.sample(0, 0, index)
 
-    def sample(self, seed: int, epoch: int, draw: int) -> tuple[Tensor, int]:
+    def sample(self, seed: int, epoch: int, draw: int, side: int | None = None) -> tuple[Tensor, int]:
         """The image, uint8 (channels, H, W), and its class; a random crop is that of (seed, epoch, draw),
-        where draw is the index, or that plus a multiple of the number of images: see RankBatch.draws.
+        where draw is the index, or that plus a multiple of the number of images: see RankBatch.draws. With `side` it
+        has so many pixels in place of data.image_size.
 
         In place of one that cannot be decoded it is the first after it that can be, from the last on to the first: the
         same one whoever reads it, and as often as it is read.
         """
-        view, bad, index = self._view(seed, epoch, draw), list[tuple[str, str]](), draw % len(self)
+        view, bad, index = self._view(seed, epoch, draw, side), list[tuple[str, str]](), draw % len(self)
         for number in chain(range(index, len(self)), range(index)):
             path = self.files.path(number)
             try:
@@ -64,15 +65,24 @@ class ImageSplit:
             assert self.bad is not None
             self.bad.add(path, why, instead)
 
-    def _view(self, seed: int, epoch: int, draw: int) -> View:
-        side, augment = self.config.image_size, self.config.augment
+    def _view(self, seed: int, epoch: int, draw: int, side: int | None) -> View:
+        config, augment = self.config, self.config.augment
+        side, interpolation = side or config.image_size, config.interpolation
         if side is None:
             return whole
+        if interpolation == "random":
+            is_drawn = self.name == TRAINING and key_of(seed, epoch, INTERPOLATION, draw) % 2
+            interpolation = "bilinear" if is_drawn else "bicubic"
         if self.name == TRAINING and augment.crop_scale is not None:
-            return random_view(key_of(seed, epoch, CROP, draw), side, augment.crop_scale, augment.crop_ratio)
+            key = key_of(seed, epoch, CROP, draw)
+            return random_view(key, side, augment.crop_scale, augment.crop_ratio, interpolation)
+        seen = config.eval_image_size or config.image_size
         if self.name == EVALUATION:
-            side = self.config.eval_image_size or side
-        return centre_view(side, self.config.resize_size or round(side * 8 / 7))
+            side = seen or side
+        resize = config.resize_size or round(side * 8 / 7)
+        if self.name == TRAINING and config.resize_size is not None and seen is not None:
+            resize = max(side, round(side * config.resize_size / seen))
+        return centre_view(side, resize, interpolation)
 
     def _read(self, path: str, view: View) -> Tensor:
         try:

@@ -12,6 +12,7 @@ from configs.contract import WorkerPlan
 from configs.data_section import DataConfig
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
+from configs.image_sizes import training_sizes
 from trainer.data.datasets import MapStyle, TensorSplit, as_image_tensor
 from trainer.data.policies import Policy
 from trainer.data.resident import ResidentSource
@@ -61,7 +62,7 @@ def materialise(split: MapStyle, seed: int, num_classes: int, alive: Callable[[]
     samples = KeyedSamples(split, seed, num_classes)
     pairs = []
     for index in range(len(split)):
-        pairs.append(samples[0, index])
+        pairs.append(samples.sample(0, index))
         alive()
     images, labels = zip(*pairs, strict=True)
     first = images[0]
@@ -128,6 +129,8 @@ def check_loaders(plan: WorkerPlan, splits: tuple[MapStyle, MapStyle], *, stream
     if not streams or workers == 0:
         return []
     train_bytes, eval_bytes = (as_image_tensor(split[0][0]).nbytes for split in splits)
+    if sizes := training_sizes(plan.config.data):
+        train_bytes = train_bytes * max(sizes) ** 2 // (plan.config.data.image_size or 1) ** 2
     batch = min(plan.config.eval.batch_size, len(splits[1]))
     ahead = min(workers * PREFETCH, -(-len(splits[1]) // (batch * plan.world_size)))
     train_bytes *= plan.batches.max_micro_batch

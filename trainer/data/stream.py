@@ -16,6 +16,7 @@ from trainer.data.datasets import MapStyle, as_image_tensor
 from trainer.data.images import ImageSplit
 from trainer.data.order import RankBatch, key_of
 from trainer.data.policies import POLICY, Policy
+from trainer.data.sizes import size_at
 from trainer.data.workers import Pair, Request, Workers, too_many_files
 from trainer.places import place_of
 from trainer.stop import StopFlag
@@ -36,16 +37,16 @@ class KeyedSamples:
         self.seed = seed
         self.num_classes = num_classes
 
-    def __getitem__(self, sample: tuple[int, int]) -> tuple[Tensor, int]:
-        epoch, draw = sample
-        image, label = self._read_one(epoch, draw)
+    def sample(self, epoch: int, draw: int, side: int | None = None) -> tuple[Tensor, int]:
+        """The image and its class; `side` is that of Request."""
+        image, label = self._read_one(epoch, draw, side)
         if self.policy is not None and epoch != _EVALUATION:
             image = self.policy(image, key_of(self.seed, epoch, POLICY, draw))
         return image, label
 
-    def _read_one(self, epoch: int, draw: int) -> tuple[Tensor, int]:
+    def _read_one(self, epoch: int, draw: int, side: int | None) -> tuple[Tensor, int]:
         if isinstance(self.split, ImageSplit):  # draws by the key itself
-            return self.split.sample(self.seed, epoch, draw)
+            return self.split.sample(self.seed, epoch, draw, side)
         index = draw % len(self.split)
         key = key_of(self.seed, epoch - _EVALUATION, draw)
         random.seed(key)
@@ -56,14 +57,14 @@ class KeyedSamples:
 
     def read(self, request: Request) -> Pair:
         """The samples of one batch. Raises TrainingError naming the sample that cannot be read."""
-        batch = _Batch(len(request))
-        for sample in request:
+        batch = _Batch(len(request.draws))
+        for draw in request.draws:
             try:
-                image, label = self[sample]
+                image, label = self.sample(request.epoch, draw, request.side)
             except LockstepError:
                 raise
             except Exception as error:
-                raise _unreadable(sample[1] % len(self.split), error) from None
+                raise _unreadable(draw % len(self.split), error) from None
             batch.add(image, label)
         return batch.images, torch.tensor(batch.labels)
 
@@ -136,14 +137,20 @@ class StreamSource:
     def training(self, batches: Iterator[RankBatch]) -> Iterator[tuple[RankBatch, list[tuple[Tensor, Tensor]]]]:
         """Each batch with the images and labels of its micro-batches. One set of workers serves the whole run."""
         ours, ahead = tee(batches)
-        workers = self._start(_request(batch.epoch, draws.tolist()) for batch in ahead for draws in batch.draws)
+        workers = self._start(request for batch in ahead for request in self._requests(batch))
         for batch in ours:
-            requests = (_request(batch.epoch, draws.tolist()) for draws in batch.draws)
-            yield batch, [self._to_device(workers.next(request)) for request in requests]
+            yield batch, [self._to_device(workers.next(request)) for request in self._requests(batch)]
+
+    def _requests(self, batch: RankBatch) -> list[Request]:
+        """One for each micro-batch. All images of a global batch are of one size, whoever reads them."""
+        split, side = self.samples.split, None
+        if isinstance(split, ImageSplit):
+            side = size_at(split.config, self.samples.seed, batch.epoch, batch.index)
+        return [Request(batch.epoch, draws.tolist(), side) for draws in batch.draws]
 
     def evaluation(self, batches: Sequence[range]) -> Iterator[tuple[Tensor, Tensor]]:
         """Images and labels of each fixed range of indices."""
-        requests = [_request(_EVALUATION, batch) for batch in batches]
+        requests = [Request(_EVALUATION, list(batch)) for batch in batches]
         workers = self._start(requests)
         for request in requests:
             yield self._to_device(workers.next(request))
@@ -156,7 +163,3 @@ class StreamSource:
     def _to_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         images, labels = pair
         return images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-
-
-def _request(epoch: int, indices: Iterable[int]) -> Request:
-    return [(epoch, index) for index in indices]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -25,8 +25,17 @@ from configs.run_dir import STOP_SIGNALS
 from trainer.parent import die_with_parent
 from trainer.stop import StopFlag
 
-Request = list[tuple[int, int]]
-"""(epoch, index) of each sample of one batch."""
+
+class Request(NamedTuple):
+    """What one batch, or a part of it, is made of."""
+
+    epoch: int
+    draws: list[int]
+    """See RankBatch.draws."""
+    side: int | None = None
+    """Of its images in pixels; None: data.image_size."""
+
+
 Pair = tuple[Tensor, Tensor]
 Read = Callable[[Request], Pair]
 
