@@ -187,7 +187,8 @@ def test_a_loader_worker_that_is_killed_ends_the_run_with_the_fix(here: Place) -
         r"\(rank 1 of 2 at epoch 0 step \d\)"
     )
     assert re.fullmatch(said, command.lines[-3])
-    assert command.lines[-1] == "hint: go on from step_00000003 with: python -m launch resume held"
+    # What was read ahead may still be trained on.
+    assert re.fullmatch(r"hint: go on from step_0000000\d with: python -m launch resume held", command.lines[-1])
     assert "Traceback" not in command.output
 
 
