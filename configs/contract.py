@@ -63,7 +63,8 @@ class WorkerPlan:
 
     @property
     def batches(self) -> BatchPlan:
-        return plan_batches(self.config, self.world_size, self.max_micro_batch)
+        """Of training; an evaluation cuts nothing for its processes, so any number of them will do."""
+        return plan_batches(self.config, 1 if self.mode == "eval" else self.world_size, self.max_micro_batch)
 
     @property
     def num_workers(self) -> int:

@@ -104,7 +104,9 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         backend = "direct"
     _check_faults(config, request.attempt, nproc * nnodes)
     workers, _ = resolve_workers(config, device, topology.cores, nproc, topology.shm_bytes)
-    threads, threads_note = plan_threads(config, topology, nproc, request.environ, num_loaders(config, workers))
+    threads, threads_note = plan_threads(
+        config, topology, nproc, request.environ, num_loaders(config, workers), on_cpu=device == "cpu"
+    )
     worker = WorkerPlan(
         mode=request.mode,
         config=config,
@@ -155,7 +157,8 @@ def plan_device(config: RunConfig, topology: Topology, nproc: int | Literal["aut
         raise EnvironmentProblem(
             f"device=cuda, but torch sees no GPU: {topology.gpu_reason}; use device=auto or device=cpu"
         )
-    return "mps" if topology.has_mps and nproc in (1, "auto") and config.dtype == "float32" else "cpu"
+    fits_metal = nproc in (1, "auto") and config.dtype == "float32" and not config.virtual_shards
+    return "mps" if topology.has_mps and fits_metal else "cpu"
 
 
 def plan_nproc(device: Device, topology: Topology, request: Request) -> int:
@@ -189,8 +192,10 @@ def _check_fits(config: RunConfig, device: Device, nproc: int, nnodes: int, requ
         )
     if config.sync_batchnorm and device != "cuda" and request.mode == "train":
         problems.append(f"sync_batchnorm: true is for GPUs and the device is {device}; use sync_batchnorm: false")
+    if config.virtual_shards and device == "mps" and request.mode == "train":
+        problems.append("virtual_shards needs equal bits each time, which Metal does not promise; use device=cpu")
     try:
-        batches = plan_batches(config, nproc * nnodes)
+        batches = plan_batches(config, 1 if request.mode == "eval" else nproc * nnodes)
         if known := KNOWN_DATA.get(config.data.name):
             steps_per_epoch(known.num_train, batches.global_batch_size, drop_last=config.drop_last)
     except ConfigError as error:
@@ -209,7 +214,7 @@ def _check_faults(config: RunConfig, attempt: AttemptDir, world_size: int) -> No
 
 
 def plan_threads(
-    config: RunConfig, topology: Topology, nproc: int, environ: Mapping[str, str], loaders: int
+    config: RunConfig, topology: Topology, nproc: int, environ: Mapping[str, str], loaders: int, *, on_cpu: bool
 ) -> tuple[int, str]:
     """CPU threads per rank, and where the number comes from."""
     if config.launch.num_threads is not None:
@@ -217,7 +222,7 @@ def plan_threads(
     own = environ.get("OMP_NUM_THREADS", "")
     if own.isdigit() and int(own) > 0:
         return int(own), "OMP_NUM_THREADS of your environment"
-    if config.virtual_shards:  # as many on any number of processes: sums over threads have an order, too
+    if config.virtual_shards and on_cpu:  # as many on any number of processes: sums over threads have an order, too
         note = f"{counted(topology.cores, 'core')} / {counted(config.virtual_shards, 'virtual shard')}"
         return max(1, topology.cores // config.virtual_shards), note
     note = f"{counted(topology.cores, 'core')} / {counted(nproc, 'process')}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.errors import EXIT_CONFIG, EXIT_ENVIRONMENT, ConfigError, EnvironmentProblem, TrainingError
+from configs.errors import EXIT_CONFIG, EXIT_ENVIRONMENT, TrainingError
 from launch.plan import LaunchPlan
 from launch.preflight import run_helper
 
@@ -27,19 +27,15 @@ def probe_compile(plan: LaunchPlan, environ: Mapping[str, str], worker: str = "t
 
 
 def _ask(what: str, plan: LaunchPlan, environ: Mapping[str, str], worker: str) -> dict[str, Any]:
-    """The answer of a helper that leaves no run folder."""
+    """The answer of a helper that leaves no run folder. Exits with its code where it could not be had."""
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         plan_file = Path(folder) / "plan.json"
         plan.worker.save(plan_file)
         command = [plan.argv[0], "-m", f"{worker}.prepare", what, str(plan_file)]
         code, text = run_helper(command, plan, environ, capture=True)
+    if code in (EXIT_CONFIG, EXIT_ENVIRONMENT):
+        raise SystemExit(code)  # it has said why, in one sentence
     if code != 0:
-        raise _error_for(code)
+        raise TrainingError(f"the probe failed with exit code {code}; its own message is above")
     measured: dict[str, Any] = json.loads(text.strip().splitlines()[-1])
     return measured
-
-
-def _error_for(code: int) -> Exception:
-    """The helper has already said why."""
-    kinds: dict[int, type[Exception]] = {EXIT_CONFIG: ConfigError, EXIT_ENVIRONMENT: EnvironmentProblem}
-    return kinds.get(code, TrainingError)(f"the probe failed with exit code {code}; its own message is above")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-_STOP, _SAVE, _LOSS, FIRST_RANK = 0, 1, 2, 3
+_STOP, _SAVE, LOSS, FIRST_RANK = 0, 1, 2, 3
 
 
 class Agreed(NamedTuple):
@@ -49,7 +49,7 @@ def signal_values(
     values = torch.zeros_like(signals)
     values[_STOP], values[_SAVE] = float(stop), float(save)
     if loss_factor is not None:
-        values[_LOSS] = loss * loss_factor
+        values[LOSS] = loss * loss_factor
     values[FIRST_RANK + rank] = ~torch.isfinite(loss)
     return values
 
@@ -57,18 +57,12 @@ def signal_values(
 def agreed_from(gradient: list[float]) -> Agreed:
     """Read the reduced gradient of `signals`."""
     bad = tuple(rank for rank, value in enumerate(gradient[FIRST_RANK:]) if value)
-    return Agreed(gradient[_STOP] > 0, gradient[_SAVE] > 0, bad, gradient[_LOSS])
-
-
-def with_loss(signals: Tensor, loss: Tensor) -> Tensor:
-    """`signals` with the mean loss of the global batch in its place."""
-    signals[_LOSS] = loss
-    return signals
+    return Agreed(gradient[_STOP] > 0, gradient[_SAVE] > 0, bad, gradient[LOSS])
 
 
 def bad_and_loss(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Of the reduced gradient, on the device: whether any rank's loss was not finite, and the global mean loss."""
-    return gradient[FIRST_RANK:].sum() > 0, gradient[_LOSS]
+    return gradient[FIRST_RANK:].sum() > 0, gradient[LOSS]
 
 
 # Where reading at once would wait for the device. The tests add the CPU.

@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from configs.sections import LossConfig
-from trainer import resume, summary
+from trainer import summary
 from trainer.agreement import WithSignals
 from trainer.console import Console
 from trainer.data import jpeg
@@ -29,6 +29,7 @@ from trainer.faults import Faults
 from trainer.guard import Guard
 from trainer.job import Job
 from trainer.losses import LOSSES, class_weights
+from trainer.machine import DECIDES_BITS, facts_of_machine
 from trainer.metrics import LossWindow
 from trainer.models import may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
@@ -83,6 +84,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     lines = [*network.lines, *([recompute(model)] if config.model.checkpointing else [])]
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
     place = device if residency == "device" else torch.device("cpu")
+    has_shards = config.virtual_shards > 0 and run.plan.mode == "train"
     order = _order(config, context, batch, len(data.train), place, drawn_by)
     run.job = job = Job(
         config=config,
@@ -90,7 +92,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         model=model,
         module=module,
         signals=signals,
-        shards=Shards(model, context, order, console.line) if config.virtual_shards else None,
+        shards=Shards(model, context, order, console.line) if has_shards else None,
         optimizer=build_optimizer(model, config.optim, device),
         ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
         source=source,
@@ -146,8 +148,9 @@ def _class_weights(run: "Run", data: Data) -> Tensor | None:
 
 
 def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
-    machine = {name: facts[name] for name in (*resume.MACHINE, "decoder")} | {"torch": facts["versions"]["torch"]}
-    check_same(context, machine, "virtual_shards: the ranks would not compute the same bits")
+    machine = {name: facts[name] for name in (*DECIDES_BITS, "decoder")} | {"torch": facts["versions"]["torch"]}
+    fix = "use machines of one kind, or virtual_shards: 0"
+    check_same(context, machine, "virtual_shards: the ranks would not compute the same bits", fix)
 
 
 def _faults(run: "Run", context: RunContext, saver: Saver) -> Faults | None:
@@ -226,8 +229,8 @@ def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
 
 def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch: BatchPlan) -> dict[str, Any]:
     """What a checkpoint says of its run; resume.py compares some of it."""
-    config, device = run.plan.config, run.plan.device
-    return {
+    config = run.plan.config
+    return facts_of_machine(context, run.plan) | {
         "config": config.model_dump(mode="json"),
         "classes": None if data.classes is None else list(data.classes),
         "num_classes": data.num_classes,
@@ -240,12 +243,6 @@ def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch:
         "optimizer": config.optim.name,
         "rank_bound_layers": rank_bound_layers(model),
         "world_size": context.world_size,
-        "device": device,
-        "gpu": torch.cuda.get_device_name(context.device) if device == "cuda" else None,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability() if device == "cpu" else None,
-        "precision": context.precision,
-        "compile": run.plan.compiles,
-        "threads_per_rank": run.plan.threads_per_rank,
         "virtual_shards": config.virtual_shards,
         # Of an ordinary run it follows from the number of processes.
         "micro_batch": batch.max_micro_batch if config.virtual_shards else None,
@@ -254,14 +251,14 @@ def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch:
     }
 
 
-def check_same(context: RunContext, mine: dict[str, Any], what: str) -> None:
-    """Raise ConfigError on all ranks, saying `what`, if theirs differ from rank 0's."""
+def check_same(context: RunContext, mine: dict[str, Any], what: str, fix: str = "they must be the same on all") -> None:
+    """Raise ConfigError on all ranks, saying `what` and `fix`, if theirs differ from rank 0's."""
     everyones = context.gather_objects(mine)
     for rank, theirs in enumerate(everyones):
         changed = [key for key in theirs if theirs[key] != everyones[0][key]]
         if changed:
             values = ", ".join(f"{key}: {everyones[0][key]} on rank 0, {theirs[key]} on rank {rank}" for key in changed)
-            raise ConfigError(f"{what}: {values}; they must be the same on all")
+            raise ConfigError(f"{what}: {values}; {fix}")
 
 
 def prepare(

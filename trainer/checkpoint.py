@@ -214,12 +214,18 @@ def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ..
 
     On the same world size it is as it was; on another, or where all must be `alike`, the average of the floating
     tensors and the integers of rank 0. Tensors named in `summed` are sums over ranks: there rank 0 gets all of it.
+    Raises CheckpointError where virtual shards had kept the ranks equal, and they are not.
     """
     if len(loaded.ranks) == world_size and not alike:
         return loaded.ranks[rank]
     merged = {}
     for name, first in loaded.ranks[0].items():
         stacked = torch.stack([own[name] for own in loaded.ranks])
+        if name not in summed and loaded.state.get("virtual_shards") and not _same_bits(stacked):
+            raise CheckpointError(
+                f"{loaded.name}: {name} differs between its ranks, which virtual_shards had kept equal, so one of them "
+                "computed wrongly; use an earlier checkpoint, and look at the machine"
+            )
         if name in summed:
             merged[name] = stacked.sum(0) if rank == 0 else torch.zeros_like(first)
         else:
@@ -227,6 +233,12 @@ def merged_own(loaded: Loaded, rank: int, world_size: int, summed: tuple[str, ..
             differs = first.is_floating_point() and bool((stacked != first).any())
             merged[name] = stacked.mean(0) if differs else first
     return merged
+
+
+def _same_bits(stacked: Tensor) -> bool:
+    """Whether all are as the first; unlike `==` on numbers this takes NaN for itself, and 0 not for -0."""
+    rows = stacked.reshape(len(stacked), -1).view(torch.uint8)
+    return bool((rows == rows[0]).all())
 
 
 def check_fits(wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]], path: Path) -> None:

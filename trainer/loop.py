@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.beat import BOUNDARY, COMPUTE, UPDATE, WAITING
 from configs.errors import ConfigError
-from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values, with_loss
+from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
@@ -129,9 +129,7 @@ def reduce_shards(job: Job, batch: RankBatch, own_loss: Tensor | None, factor: T
     assert job.shards is not None
     job.account.enter(WAITING)
     own = torch.zeros_like(factor) if own_loss is None else own_loss
-    loss = job.shards.reduce(batch, own_signals(job, job.shards.signals, own, None))
-    with_loss(job.shards.signals, loss / batch.size)
-    return loss
+    return job.shards.reduce(batch, own_signals(job, job.shards.signals, own, None))
 
 
 def has_finite_gradients(job: Job) -> bool:

@@ -8,7 +8,7 @@ from functools import partial
 from configs.contract import WorkerPlan
 from configs.derive import plan_batches
 from trainer.data.order import Order, RankBatch
-from trainer.deterministic import ask_for_deterministic_kernels
+from trainer.deterministic import ask_for_deterministic_kernels, told_if_not_deterministic
 from trainer.faults import Pieces
 from trainer.job import Job
 from trainer.shards import Shards
@@ -47,4 +47,9 @@ def _step_of(job: Job, wants_bits: bool, order: Order) -> Callable[[], float]:
 
 def _timed(job: Job, batch: RankBatch, pieces: Pieces, wants_bits: bool) -> float:
     ask_for_deterministic_kernels(wanted=wants_bits, compiles=job.is_compiled)
-    return timed_step(job, batch, pieces)
+    device = job.facts["gpu"] or job.context.device.type
+    try:
+        with told_if_not_deterministic(job.model, device, is_asked=wants_bits):
+            return timed_step(job, batch, pieces)
+    finally:
+        ask_for_deterministic_kernels(wanted=False, compiles=job.is_compiled)

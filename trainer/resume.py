@@ -15,6 +15,7 @@ from trainer import checkpoint
 from trainer.checkpoint import Loaded
 from trainer.disk import in_one_sentence
 from trainer.job import Job
+from trainer.machine import DECIDES_BITS
 from trainer.memory import told_if_out_of_memory
 from trainer.models import random_layers
 from trainer.optim import persistent_buffers
@@ -22,18 +23,12 @@ from trainer.snapshot import WINDOW
 from trainer.state import TrainState
 from trainer.strangers import check_state
 
-MACHINE = (
-    *("world_size", "device", "gpu", "cpu_capability"),
-    *("precision", "channels_last", "compile", "threads_per_rank"),
-)
-"""Facts of the machine that a resume may change, at the price of the bits."""
-
 
 def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
     _check_facts(loaded.state, job.facts, path, FACTS if job.trains else NETWORK_FACTS)
     _check_files(loaded.state.get("files"), job, path)
-    rank, ranks, alike = job.context.rank, job.context.world_size, job.shards is not None
+    rank, ranks, alike = job.context.rank, job.context.world_size, job.config.virtual_shards > 0
     own = checkpoint.merged_own(loaded, rank, ranks, summed=(WINDOW,), alike=alike)
     parameters = dict(job.model.named_parameters())
     buffers = persistent_buffers(job.model)
@@ -157,9 +152,9 @@ def _mark_best_again(job: Job, folder: Path) -> None:
 def _differences(job: Job, saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What is not as it was when the checkpoint was made, and so keeps this run from going on bit by bit."""
     before = now | saved  # a checkpoint of an earlier version lacks some
-    keys = [*MACHINE, "virtual_shards", "micro_batch"]
-    if before["virtual_shards"] and now["virtual_shards"]:
-        keys.remove("world_size")  # it makes no difference
+    keys = [*DECIDES_BITS, "virtual_shards", "micro_batch"]
+    if not (before["virtual_shards"] and now["virtual_shards"]):
+        keys.insert(0, "world_size")
     changed = [f"{key} {before[key]} -> {now[key]}" for key in keys if before[key] != now[key]]
     torches = saved["versions"]["torch"], now["versions"]["torch"]
     if torches[0] != torches[1]:

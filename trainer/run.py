@@ -78,7 +78,7 @@ class Run:
         if last is None and job.config.nonfinite == "rollback":
             save(job)  # something to go back to
         try:
-            device, is_asked = job.facts["gpu"] or self.plan.device, job.shards is not None
+            device, is_asked = job.facts["gpu"] or self.plan.device, job.config.virtual_shards > 0
             with told_if_not_deterministic(job.model, device, is_asked=is_asked):
                 is_finished, result = self._train(job, commit)
         except BaseException:
@@ -194,7 +194,7 @@ class Run:
         weights = {"": averaged_tensors(job.model)} | ({} if job.ema is None else {"ema_": job.ema.tensors})
         results: dict[str, EvalResult] = {}
         self.account.enter(EVALUATION)
-        device, is_asked = job.facts["gpu"] or self.plan.device, job.shards is not None
+        device, is_asked = job.facts["gpu"] or self.plan.device, job.config.virtual_shards > 0
         for prefix, tensors in weights.items():
             with told_if_not_deterministic(job.model, device, is_asked=is_asked):
                 result = job.evaluator.evaluate(context, tensors, alive=self.account.beat, in_detail=True)

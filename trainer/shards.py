@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.derive import num_pieces
-from configs.errors import ConfigError
-from trainer.agreement import no_signals
+from trainer.agreement import LOSS, no_signals
 from trainer.data.order import Order, RankBatch
 from trainer.runtime import RunContext
 from trainer.shard_buffers import Buffers
@@ -24,12 +23,10 @@ class Shards:
         self._context, self._order, count = context, order, order.num_shards
         self._per_rank = count // context.world_size
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if other := next((p.dtype for p in self._parameters if p.dtype != context.dtype), None):
-            raise ConfigError(f"virtual_shards: the network has weights in {other}, expected {context.dtype} for all")
         self.signals = no_signals(context.world_size, context.dtype).to(context.device)
-        """The ranks' summed signals after reduce()."""
-        self._size = sum(parameter.numel() for parameter in self._parameters) + 1 + len(self.signals)
-        """Elements of a buffer: gradients, loss, signals."""
+        """The ranks' summed signals after reduce(), with the loss of the whole batch among them."""
+        self._size = sum(parameter.numel() for parameter in self._parameters) + len(self.signals)
+        """Elements of a buffer: gradients, then signals."""
         self._buffers = Buffers(model, context, say)
         self._pairs = context.pair_groups()  # collective: once all ranks know that nothing is refused
         self._free: list[Tensor] = []
@@ -47,24 +44,30 @@ class Shards:
 
     def end(self, batch: RankBatch, index: int, loss: Tensor) -> None:
         """After its backward pass; `loss` is summed over its samples."""
-        self._current[-1 - len(self.signals)] += loss
+        self._signals_of(self._current)[LOSS] += loss
         self._buffers.end()
         if index == len(batch.parts) - 1 or batch.parts[index][0] != batch.parts[index + 1][0]:
             self._add(self._current)
 
     def reduce(self, batch: RankBatch, signals: Tensor) -> Tensor:
-        """Sum over all shards of all ranks: sets the gradients and `signals`, and returns the loss. Collective."""
+        """Sum over all shards of all ranks: sets the gradients and `signals`, to which each rank adds its own, and
+        returns the summed loss. Collective."""
         self._fill_until(self._per_rank)
         ((_, total),) = self._tree
         self._tree, self._done = [], 0
-        total[-len(signals) :] = signals
+        self._signals_of(total).add_(signals)
         for pair in self._pairs:
             self._context.all_reduce_sum(total, pair)  # a + b is b + a, so both ranks get the same bits
         self._point_to(total)
         self._free.append(total)  # taken again in the next step, when these gradients are used up
         self._buffers.settle(self._context, self._pieces_by_rank(batch.size))
-        self.signals = total[-len(signals) :].clone()
-        return total[-1 - len(signals)].clone()
+        self.signals = self._signals_of(total).clone()
+        loss = self.signals[LOSS].clone()
+        self.signals[LOSS] /= batch.size
+        return loss
+
+    def _signals_of(self, buffer: Tensor) -> Tensor:
+        return buffer[-len(self.signals) :]
 
     def _pieces_by_rank(self, size: int) -> list[int]:
         """How many micro-batches each rank makes of a global batch."""

@@ -78,6 +78,15 @@ def test_plan_with_a_probe_knows_the_network(here: Place) -> None:
     assert list(here.temporary.iterdir()) == []
 
 
+def test_a_probe_says_once_what_it_cannot_do(here: Place) -> None:
+    net = ("model.name=tests.dist.odd_nets:Writes", "model.args={}")
+    (line,) = here.run("plan", "tiny.yaml", "virtual_shards=2", *net, "--probe", code=2).lines
+    assert line.startswith(
+        "config error: virtual_shards: put_ (layer put) has no deterministic kernel on cpu, and equal"
+    )
+    assert line.endswith("; use another layer or virtual_shards: 0")
+
+
 def test_closed_streams_and_a_narrow_encoding_stop_nothing(here: Place) -> None:
     command = [sys.executable, "-m", "launch", "plan", "tiny.yaml"]
     environment = here.environment() | {"PYTHONIOENCODING": "ascii"}

@@ -2,7 +2,9 @@
 
 import re
 
-from tests.e2e.commands import Place, needs_proc
+import pytest
+
+from tests.e2e.commands import ROOT, Place, needs_proc
 
 pytestmark = needs_proc
 
@@ -57,6 +59,14 @@ def test_equal_bits_on_any_number_of_processes(here: Place) -> None:
     ):
         (line,) = here.run("verify", "topology", "tiny.yaml", *arguments, "--bitwise", code=2).lines
         assert said in line
+
+
+@pytest.mark.parametrize("preset", ["mnist", "tutorial"])
+def test_the_presets_have_equal_bits(here: Place, preset: str) -> None:
+    short = (*("max_epochs=null", "max_steps=3", "log.every_steps=1"), "data.root=" + str(ROOT / "data"))
+    proof = here.run("verify", "topology", str(ROOT / f"configs/{preset}.yaml"), *short, "--nproc", "2,1", "--bitwise")
+    assert proof.lines[-1] == "1 of 1 hold"
+    assert "0 differing bits in " in proof.output
 
 
 def test_faults_of_one_kind(here: Place) -> None:

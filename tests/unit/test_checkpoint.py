@@ -189,6 +189,16 @@ def test_another_world_size_gets_averages_and_the_sums_once(rank: int, world: in
     assert merged["window"].item() == window
 
 
+def test_ranks_that_virtual_shards_kept_equal_are_not_averaged() -> None:
+    alike = {"mean": torch.tensor([1.0, float("nan")]), "seen": torch.tensor(4)}
+    ranks = [alike | {"window": torch.tensor(10.0)}, alike | {"window": torch.tensor(0.0)}]
+    loaded = Loaded("step_00000001", {}, ranks, {"virtual_shards": 4})
+    assert checkpoint.merged_own(loaded, 0, 4, ("window",))["seen"].item() == 4
+    ranks[1]["seen"] = torch.tensor(5)
+    with pytest.raises(CheckpointError, match=r"step_00000001: seen differs between its ranks, .* earlier checkpoint"):
+        checkpoint.merged_own(loaded, 0, 2, ("window",), alike=True)
+
+
 def test_same_tensors_fit() -> None:
     checkpoint.check_fits({"a": (1,), "b": ()}, {"b": (), "a": (1,)}, Path("x"))
 

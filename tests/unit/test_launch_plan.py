@@ -119,6 +119,30 @@ def test_threads(settings: dict[str, Any], environ: dict[str, str], nproc: int, 
     assert plan.environment["OMP_NUM_THREADS"] == str(threads)
 
 
+SHARDS = {"virtual_shards": 4, "global_batch_size": 8}
+
+
+@pytest.mark.parametrize(("topology", "threads"), [(CPU, 2), (GPU, 4)])
+def test_with_virtual_shards_the_threads_of_a_cpu_do_not_depend_on_the_processes(
+    topology: Topology, threads: int
+) -> None:
+    """On a GPU they add up nothing."""
+    found = planned(dataclasses.replace(topology, cores=8), SHARDS, nproc=2).worker.threads_per_rank
+    assert found == threads
+
+
+def test_metal_promises_no_equal_bits() -> None:
+    assert planned(MAC, SHARDS).worker.device == "cpu"
+    with pytest.raises(ConfigError, match="equal bits each time, which Metal does not promise; use device=cpu"):
+        planned(MAC, SHARDS | {"device": "mps"})
+
+
+def test_an_evaluation_cuts_no_batch_for_its_processes() -> None:
+    assert planned(CPU, SHARDS, nproc=3, mode="eval").worker.batches.global_batch_size == 8
+    with pytest.raises(ConfigError, match="does not divide over 3 processes"):
+        planned(CPU, SHARDS, nproc=3)
+
+
 @pytest.mark.parametrize(
     ("data", "warning"),
     [

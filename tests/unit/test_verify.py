@@ -5,7 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from configs.errors import EXIT_DONE, EXIT_TRAINING, TrainingError
 from configs.run_dir import RunDir
@@ -38,6 +40,22 @@ def samples(run: RunDir, label: str, rank: int, batches: list[tuple[int, list[in
 
 def test_what_was_measured_by_a_clock_is_no_difference(tmp_path: Path) -> None:
     assert compare.bits(ended(tmp_path, "one"), ended(tmp_path, "another")) == []
+
+
+def test_under_virtual_shards_all_ranks_hold_the_same_but_their_losses(tmp_path: Path) -> None:
+    one, other = ended(tmp_path, "one"), ended(tmp_path, "other")
+    for run, ranks in ((one, 1), (other, 3)):
+        assert run.checkpoint is not None
+        (run.checkpoint / "state.json").write_text(json.dumps({"virtual_shards": 4, "world_size": ranks}))
+        for rank in range(ranks):
+            tensors = {"mean": np.float32([1, 2]), "window": np.float64(5 * (rank == 0))}
+            save_file({k: np.asarray(v) for k, v in tensors.items()}, run.checkpoint / f"rank_{rank}.safetensors")
+    assert compare.bits(one, other) == []
+    save_file({"mean": np.float32([1, 3]), "window": np.zeros(())}, other.run.checkpoints / PLACE)
+    assert compare.bits(one, other) == [f"{PLACE}: mean is not that of rank_0.safetensors"]
+
+
+PLACE = "step_00000004/rank_2.safetensors"
 
 
 @pytest.mark.parametrize(
