@@ -16,7 +16,7 @@ from benchmarks.accuracy import ONE_THREAD
 from benchmarks.harness import Row, Target, in_turn, not_measured, ratio_row
 from benchmarks.jpegs import photographs
 from benchmarks.turns import InTurn
-from launch.plan import KEEP_MEMORY
+from launch.rank_environment import KEEP_MEMORY
 from trainer.data import jpeg
 from trainer.data.crops import random_view
 from trainer.data.decode import read_pixels

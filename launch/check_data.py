@@ -10,7 +10,8 @@ from configs.run_dir import AttemptDir
 from configs.schema import RunConfig
 from launch import preflight
 from launch.options import ROOT, Options
-from launch.plan import Request, plan_launch
+from launch.plan import plan_launch
+from launch.request import Request
 from launch.topology import detect_topology, find_torch_version
 
 

@@ -1,10 +1,7 @@
 """PURE: (config, topology, request) -> LaunchPlan, or all the reasons why not. Reads, writes and starts nothing."""
 
-import math
-import os
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -15,54 +12,13 @@ from configs.known_data import KNOWN_DATA
 from configs.run_dir import AttemptDir, RunDir
 from configs.schema import RunConfig
 from launch import backends
-from launch.backends import Launcher, Rendezvous
+from launch.backends import Launcher
 from launch.follow import shown
+from launch.rank_environment import STRAY, rank_environment
+from launch.request import Request
 from launch.topology import Topology
 
 Device = Literal["cuda", "cpu", "mps"]
-
-# Whatever set these (a scheduler, an outer torchrun, an Accelerate config), it was not for these ranks. PET_* are
-# torchrun's own options as variables; Accelerate takes a rank from the MPI ones.
-STRAY = re.compile(
-    r"RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|ROLE_(RANK|WORLD_SIZE|NAME)|NODE_RANK"
-    r"|MASTER_ADDR|MASTER_PORT|PYTHON_EXEC|(ACCELERATE|TORCHELASTIC|TORCH_ELASTIC|PET|FSDP|MEGATRON_LM|DEEPSPEED"
-    r"|PARALLELISM_CONFIG|PMI|OMPI_COMM_WORLD|MV2_COMM_WORLD|MPI)_.*"
-)
-
-
-NCCL_PIPES = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
-"""A rank whose pipe is written to has NCCL's flight recorder dump; the value is what comes before `R.pipe`."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What the command line asks for, besides the config; paths are absolute and need not exist."""
-
-    run_name: str
-    attempt: AttemptDir
-    meeting: Path
-    """A fresh folder, outside the run, for the files through which the ranks of one node meet."""
-    python: str
-    root: Path
-    """The folder that holds configs/, launch/ and trainer/."""
-    cwd: Path
-    environ: Mapping[str, str] = field(default_factory=dict)
-    mode: Literal["train", "eval"] = "train"
-    checkpoint: str = "best"
-    nproc: int | Literal["auto"] = 1
-    launcher: Launcher = "torchrun"
-    nodes: Rendezvous | None = None
-    interface: str | None = None
-    """Network interface towards the other nodes."""
-    terminal: str | None = None
-    started: float = 0.0
-    """Seconds since the epoch when the command was given; a restart keeps it."""
-    worker: str = "trainer"
-    eval_data: str | None = None
-    eval_changes: Sequence[str] = ()
-    allow_changes: bool = False
-    max_micro_batch: int | None = None
-    """What the run remembers to fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +88,7 @@ def plan_launch(config: RunConfig, topology: Topology, request: Request) -> Laun
         nnodes=nnodes,
         node_rank=request.nodes.node_rank if request.nodes else 0,
         argv=_command(worker, request),
-        environment=_environment(worker, topology, request),
+        environment=rank_environment(worker, topology, request),
         removed=sorted(name for name in request.environ if STRAY.fullmatch(name)),
         files=_files(worker),
         attempt=request.attempt,
@@ -260,57 +216,6 @@ def _command(worker: WorkerPlan, request: Request) -> list[str]:
             request.python, module, nproc=nproc, meeting=meeting, run_id=run_id, nodes=request.nodes
         )
     return backends.torchrun_command(request.python, module, nproc=nproc, meeting=meeting, run_id=run_id)
-
-
-# glibc gives freed memory back to the system, which zeroes each page anew at the next step: up to a quarter of a step's
-# time on a CPU (docs/decisions/0013-keep-freed-memory.md). Bytes; other C libraries do not look at these.
-KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-
-
-def _environment(worker: WorkerPlan, topology: Topology, request: Request) -> dict[str, str]:
-    paths = [str(request.root), str(request.cwd), *request.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    environment = {
-        "OMP_NUM_THREADS": str(worker.threads_per_rank),
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path for path in paths if path)),
-        # The working folder is the user's; a folder named trainer/ there must not hide ours.
-        "PYTHONSAFEPATH": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    environment |= {name: value for name, value in KEEP_MEMORY.items() if name not in request.environ}
-    if worker.launcher == "fork":
-        environment |= backends.FORK_ENVIRONMENT
-    if worker.launcher in ("torchrun", "accelerate"):
-        # A new group must not read the addresses of the one before it.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        # What torchrun gives the other ranks once one has ended. torch before 2.12 takes 30 s, and knows no option.
-        environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(worker.config.launch.grace_s))
-    if worker.launcher == "accelerate" and worker.world_size > 1:
-        environment |= backends.accelerate_environment(meeting=request.meeting, run_id=request.run_name)
-    if worker.world_size > 1 and topology.system == "Linux":
-        interface = "lo" if request.nodes is None else request.environ.get("GLOO_SOCKET_IFNAME") or request.interface
-        environment |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    if worker.device == "cuda" and worker.world_size > 1:
-        environment |= {name: v for name, v in _flight_recorder(request).items() if name not in request.environ}
-    if worker.device == "cuda" and worker.config.virtual_shards:
-        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it cuBLAS may sum in another order each time
-    if worker.device == "cuda" and request.nodes is None:
-        # It opens a port to get to know its ranks, by default to all.
-        environment["NCCL_SOCKET_IFNAME"] = request.environ.get("NCCL_SOCKET_IFNAME") or "lo"
-    if worker.device == "cpu" and topology.num_gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    return environment
-
-
-def _flight_recorder(request: Request) -> dict[str, str]:
-    """Have NCCL note its last collectives, and dump them into the attempt's folder when one does not end."""
-    dumps = str(request.attempt.nccl)
-    return {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": dumps,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dumps,  # its name in older versions
-        NCCL_PIPES: str(request.meeting / "nccl-"),
-    }
 
 
 def _files(worker: WorkerPlan) -> dict[str, str]:

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from configs.derive import counted
 from configs.errors import EXIT_DONE, ConfigError
 from configs.known_models import is_published
 from configs.loader import LoadedConfig, load_config
 from configs.run_dir import AttemptDir, RunDir
-from configs.schema import RunConfig
 from launch import preflight, run_folder
-from launch.backends import JOIN_TIMEOUT_S
+from launch.announce import announce, say_finished
 from launch.compiling import settle_compile
 from launch.evaluation import load_for_evaluation
 from launch.follow import say, shown
 from launch.meeting import meeting_folder
 from launch.options import ROOT, Options, parse_checkpoint, parse_nodes, parse_nproc, together
-from launch.plan import LaunchPlan, Request, plan_launch
+from launch.plan import LaunchPlan, plan_launch
 from launch.report import Verdict, conclude, stopped_between
+from launch.request import Request
 from launch.restart import Failure, Restart, judge, summary
 from launch.run_folder import NameRequest
 from launch.signals import StopSignals, ignore_stops
@@ -173,7 +172,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
         changed = run_folder.check_settings(run, job.loaded.config, allow_changes=options.allow_changes)
         result = run_folder.finished_result(run)
         if result is not None and not changed:
-            _say_finished(run, job.loaded.config, result, options)
+            say_finished(run, job.loaded.config, result, options)
             return EXIT_DONE
         if changed:
             say(f"note: other settings than before: {'; '.join(changed)}")
@@ -242,7 +241,7 @@ def _attempt(
         for name, text in plan.files.items():
             (attempt.path / name).write_text(text, encoding="utf-8")
         _save(plan)
-        _announce(plan, run, options.endpoint, is_first=is_first)
+        announce(plan, run, options.endpoint, is_first=is_first)
         fetches_weights = is_published(plan.config.model.weights) and _is_new(run)
         if is_first and (fetches_weights or preflight.data_missing(plan.config, plan.cwd)):
             code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
@@ -282,28 +281,3 @@ def _finish(verdict: Verdict, restarts: Sequence[Restart] = (), why: str = "") -
     for line in lines:
         say(line, to_stderr=verdict.to_stderr)
     return verdict.exit_code
-
-
-def _announce(plan: LaunchPlan, run: RunDir, endpoint: str | None, *, is_first: bool) -> None:
-    if is_first:
-        say(f"{plan.device_line}; {counted(plan.worker.threads_per_rank, 'thread')} each ({plan.threads_note})")
-    say(f"run {run.name} in {shown(run.path, plan.cwd)}, attempt {plan.attempt.path.name}")
-    if not is_first:
-        return
-    for warning in plan.warnings:
-        say(f"note: {warning}")
-    if plan.nnodes > 1:
-        say(f"node {plan.node_rank} of {plan.nnodes}: waiting for the others at {endpoint}, up to {JOIN_TIMEOUT_S} s")
-        say("progress shows on the node that gets rank 0")
-
-
-def _say_finished(run: RunDir, config: RunConfig, result: Mapping[str, Any], options: Options) -> None:
-    from launch.runs_table import describe_result
-
-    if result.get("stopped_early"):
-        say(f"run {run.name} ended early: {describe_result(result)}")
-        say(f"to go on: {options.resume_command(run.name, 'early_stopping.patience=null --allow-changes')}")
-        return
-    more = f"max_epochs={config.max_epochs * 2}" if config.max_epochs else f"max_steps={(config.max_steps or 1) * 2}"
-    say(f"run {run.name} is finished: {describe_result(result)}")
-    say(f"to extend it: {options.resume_command(run.name, f'{more} --allow-changes')}")

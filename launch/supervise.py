@@ -13,8 +13,9 @@ from typing import BinaryIO, Literal
 from configs.contract import Outcome, write_atomically
 from configs.run_dir import AttemptDir
 from launch.follow import LogFollower
-from launch.plan import NCCL_PIPES, LaunchPlan
+from launch.plan import LaunchPlan
 from launch.processes import Process, dies_with_parent, find_process, is_alive, kill_tree, pending_signals, send
+from launch.rank_environment import NCCL_PIPES
 from launch.signals import StopSignals, blocked_for_children
 from launch.watch import Hang, Scene, Sight, Watch, collect_stacks, explain, is_hung, note_on_slow
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from configs.run_dir import AttemptDir, RunDir
-from launch.plan import STRAY
+from launch.rank_environment import STRAY
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0

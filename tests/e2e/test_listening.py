@@ -10,7 +10,8 @@ import pytest
 
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
-from launch.plan import Request, plan_launch
+from launch.plan import plan_launch
+from launch.request import Request
 from launch.topology import Topology
 from tests.e2e.commands import ROOT, Place, is_loopback, listening_on, needs_proc, until
 

@@ -11,8 +11,9 @@ from configs.errors import ConfigError, EnvironmentProblem
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from launch.backends import Rendezvous
-from launch.plan import LaunchPlan, Request, plan_launch
+from launch.plan import LaunchPlan, plan_launch
 from launch.render import render_plan
+from launch.request import Request
 from launch.topology import Topology
 
 GOLDEN = Path(__file__).parent.parent / "golden"
