@@ -8,6 +8,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("torch", "torchvision", "accelerate", "tensorboard")
-# Load per core, before we start, from which on the figures are not to be trusted.
+# Share of the cores that is busy before we start, from which on the figures are not to be trusted.
 BUSY = 0.25
 # Distance of a ratio's quartiles, as a share of its median, from which on we say so.
 WIDE = 0.15
@@ -134,19 +135,41 @@ def describe_machine() -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "load": list(os.getloadavg()),
+        "busy_cores": busy_cores(),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in VERSIONS},
     }
 
 
+def busy_cores(seconds: float = 2.0) -> float:
+    """How many cores others keep busy while this process waits. Not the load average, which still counts what made the
+    environment a minute ago; macOS has no other."""
+    before = _ticks()
+    if before is None:
+        return os.getloadavg()[0]
+    time.sleep(seconds)
+    after = _ticks() or before
+    idle, total = (new - old for new, old in zip(after[:2], before[:2], strict=True))
+    return after[2] * (1 - idle / max(1, total))
+
+
+def _ticks() -> tuple[int, int, int] | None:
+    """(idle, all) since the start of the machine, and the number of its cores; None where the kernel does not tell."""
+    try:
+        lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    numbers = [int(number) for number in lines[0].split()[1:9]]
+    return numbers[3] + numbers[4], sum(numbers), sum(line.startswith("cpu") for line in lines) - 1
+
+
 def header(machine: Mapping[str, Any]) -> str:
     """The machine in a few lines, with a warning where it is busy with something else."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    load = " ".join(f"{value:.2f}" for value in machine["load"])
-    lines = [f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores; load average {load} before the start"]
+    busy = f"{machine['busy_cores']:.2f} of them busy before the start"
+    lines = [f"{machine['date']}; {machine['cpu']}, {machine['cores']} cores, {busy}"]
     lines += [f"Python {machine['python']}, {versions}; medians (and quartiles), ratios pair by pair"]
-    if machine["load"][0] > BUSY * machine["cores"]:
+    if machine["busy_cores"] > BUSY * machine["cores"]:
         lines.append("WARNING: the machine is busy with something else; trust no figure below, ratios least badly")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Steady state of the tutorial's job with ten updates in one compiled call, against the bare loop; one thread."""
+"""Steady state of the tutorial's job with 25 updates in one compiled call, against the bare loop; one thread."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from trainer.loop import take_step
 from trainer.multistep import MultiStep
 
 ROUNDS = 100
-COUNT = 10  # divides the 50 steps between log points
+COUNT = 25  # divides the 50 steps between log points
 SETTINGS = (*STEADY, f"steps_per_execution={COUNT}")
 
 

@@ -13,10 +13,13 @@ Jitter = Annotated[tuple[NonNegative, ...], Field(min_length=3, max_length=4), B
 class AugmentConfig(Section):
     """Random changes of training images, keyed by (seed, epoch, sample): the same on any number of processes."""
 
-    shift: CountOrZero = Field(
-        default=0, description="move each image by up to this many pixels in x and y, filled with zeros"
+    shift: CountOrZero = Field(default=0, description="move each image by up to this many pixels in x and y")
+    shift_padding: Literal["zeros", "reflect"] = Field(default="zeros", description="shift: what comes in at the edge")
+    flip: bool | Literal["alternating"] = Field(
+        default=False,
+        description="mirror left-right with probability 1/2; alternating: in every other epoch, so that each image is "
+        "seen both ways in turn",
     )
-    flip: bool = Field(default=False, description="mirror left-right with probability 1/2")
     cutout: CountOrZero = Field(default=0, description="side in pixels of one square set to the mean; 0 = none")
     crop_scale: Range | None = Field(
         default=(0.08, 1.0),
@@ -81,6 +84,7 @@ class AugmentConfig(Section):
                 self.policy == "randaugment",
                 ("policy_ops", "policy_magnitude", "policy_magnitude_std", "policy_probability"),
             ),
+            "shift_padding needs shift": (self.shift > 0, ("shift_padding",)),
             "erasing_mode needs erasing": (self.erasing > 0, ("erasing_mode",)),
             "mix_probability needs mixup or cutmix": (self.mixes, ("mix_probability",)),
             "mix_switch needs mixup and cutmix": (self.mixup > 0 and self.cutmix > 0, ("mix_switch",)),

@@ -6,7 +6,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.augment_section import AugmentConfig
-from configs.known_data import IMAGE_FOLDER
+from configs.hugging_face import HuggingFaceConfig
+from configs.known_data import ENCODED, HUGGING_FACE
 from configs.values import (
     Auto,
     Count,
@@ -19,7 +20,7 @@ from configs.values import (
     data_name,
 )
 
-OF_IMAGE_FOLDERS = (
+OF_ENCODED_IMAGES = (
     "val_fraction",
     "image_size",
     "eval_image_size",
@@ -31,14 +32,14 @@ OF_IMAGE_FOLDERS = (
     "on_bad_image",
     "max_bad_images",
 )
-"""Settings of `data` that have no meaning for other data sets."""
+"""Settings of `data` that only data sets of encoded images take."""
 
 
 class ProgressiveConfig(Section):
     """Training images that grow to data.image_size, in steps of 32 pixels."""
 
     start_size: Count | None = Field(
-        default=None, description="imagefolder: side of the first training images, which grow to image_size; null: off"
+        default=None, description="images: side of the first training images, which grow to image_size; null: off"
     )
     from_epoch: CountOrZero = Field(default=0, description="progressive: the last epoch of start_size, from 0 on")
     until_epoch: Count = Field(default=1, description="progressive: the first epoch of image_size")
@@ -57,12 +58,13 @@ class DataConfig(Section):
 
     name: Annotated[str, AfterValidator(data_name)] = Field(
         default="mnist",
-        description="mnist, fashion_mnist, cifar10, cifar100, imagefolder, or module:callable (train: bool) -> Dataset",
+        description="mnist, fashion_mnist, cifar10, cifar100; images: imagefolder, webdataset, huggingface; or "
+        "module:callable (train: bool) -> Dataset",
     )
     root: str = Field(
         default="data",
-        description="folder of the data sets, relative to where the command is run; for imagefolder the one that holds "
-        "train/ and val/, with a folder of images for each class in both",
+        description="folder of the data sets, relative to where the command is run; of images the one that "
+        "holds train/ and val/, with a folder for each class, or tar files, in both",
     )
     mirror: str | None = Field(
         default=None, description="URL to download the data set's files from, instead of its own site"
@@ -80,36 +82,37 @@ class DataConfig(Section):
     )
     val_fraction: OpenFraction | None = Field(
         default=None,
-        description="imagefolder: data.root holds the classes itself, and this share of each is kept for evaluation, "
-        "chosen by a hash of the file's path",
+        description="imagefolder, webdataset: data.root is not parted yet, and this share of each class is kept for "
+        "evaluation, chosen by a hash of the image's name",
     )
     image_size: Count | None = Field(
         default=None,
-        description="imagefolder: side in pixels of the square that an image becomes; null: images stay as they are",
+        description="images: side in pixels of the square that an image becomes; null: images stay as they are",
     )
     eval_image_size: Count | None = Field(
-        default=None, description="imagefolder: the side in evaluation, where it is not image_size"
+        default=None, description="images: the side in evaluation, where it is not image_size"
     )
     resize_size: Count | None = Field(
         default=None,
-        description="imagefolder: pixels of the shorter side, of which evaluation sees the middle; default: 8/7 of "
+        description="images: pixels of the shorter side, of which evaluation sees the middle; default: 8/7 of "
         "image_size",
     )
     image_sizes: Annotated[tuple[Count, ...], BeforeValidator(as_tuple)] = Field(
         default=(),
-        description="imagefolder: sides of training images, one drawn for each batch; evaluation sees image_size or "
+        description="images: sides of training images, one drawn for each batch; evaluation sees image_size or "
         "eval_image_size",
     )
+    huggingface: HuggingFaceConfig = HuggingFaceConfig()
     progressive: ProgressiveConfig = ProgressiveConfig()
     interpolation: Literal["bilinear", "bicubic", "random"] = Field(
         default="bilinear",
-        description="imagefolder: how images are resized, always antialiased; random: either for each training image, "
+        description="images: how images are resized, always antialiased; random: either for each training image, "
         "bicubic in evaluation",
     )
-    channels: Literal[1, 3] = Field(default=3, description="imagefolder: 3 reads images as RGB, 1 as grey")
+    channels: Literal[1, 3] = Field(default=3, description="images: 3 reads images as RGB, 1 as grey")
     on_bad_image: Literal["fail", "skip"] = Field(
         default="fail",
-        description="imagefolder, when an image cannot be decoded: fail, naming it; or take the next one that can be, "
+        description="images, when an image cannot be decoded: fail, naming it; or take the next one that can be, "
         "and list it in bad_images.txt",
     )
     max_bad_images: CountOrZero = Field(
@@ -133,9 +136,10 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _for_image_folders(self) -> Self:
-        given = [name for name in OF_IMAGE_FOLDERS if getattr(self, name) != type(self).model_fields[name].default]
-        if given and self.name != IMAGE_FOLDER:
-            raise ValueError(f"{', '.join(given)}: only for name: {IMAGE_FOLDER}, and name is {self.name}")
+        given = [name for name in OF_ENCODED_IMAGES if getattr(self, name) != type(self).model_fields[name].default]
+        if given and self.name not in ENCODED:
+            raise ValueError(f"{', '.join(given)}: only for name: {' or '.join(ENCODED)}, and name is {self.name}")
+        self._check_hugging_face()
         if self.eval_image_size is not None and self.image_size is None:
             raise ValueError("eval_image_size needs image_size")
         seen = self.eval_image_size or self.image_size or math.inf
@@ -153,9 +157,17 @@ class DataConfig(Section):
             raise ValueError(
                 "residency: device has no workers for augment.policy and color_jitter; use residency: stream"
             )
-        if self.name == IMAGE_FOLDER and self.mean is not None and len(self.mean) not in (1, self.channels):
+        if self.name in ENCODED and self.mean is not None and len(self.mean) not in (1, self.channels):
             raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")
         return self
+
+    def _check_hugging_face(self) -> None:
+        if self.name != HUGGING_FACE and self.huggingface != HuggingFaceConfig():
+            raise ValueError(f"huggingface: only for name: {HUGGING_FACE}, and name is {self.name}")
+        if self.name == HUGGING_FACE and self.huggingface.path is None:
+            raise ValueError("name: huggingface needs huggingface.path, a folder or a name on the hub")
+        if self.name == HUGGING_FACE and self.val_fraction is not None:
+            raise ValueError("name: huggingface takes huggingface.eval_split (train[90%:]) in place of val_fraction")
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:

@@ -160,8 +160,9 @@ def describe_lr(config: RunConfig) -> str:
 def lr_at(step: int, config: RunConfig, num_batches_per_epoch: int) -> float:
     """Learning rate of the update that follows `step` completed ones.
 
-    cosine: Loshchilov & Hutter, https://arxiv.org/abs/1608.03983, without restarts. one_cycle: cosine up from lr/25,
-    then cosine down, Smith & Topin, https://arxiv.org/abs/1708.07120; the final value is that after the last update.
+    linear: a straight line down. cosine: Loshchilov & Hutter, https://arxiv.org/abs/1608.03983, without restarts.
+    one_cycle: cosine up from lr/25, then cosine down, Smith & Topin, https://arxiv.org/abs/1708.07120. The final value
+    is that after the last update.
     """
     schedule, peak = config.schedule, peak_lr(config)
     warmup, total = warmup_steps(config, num_batches_per_epoch), total_steps(config, num_batches_per_epoch)
@@ -172,8 +173,11 @@ def lr_at(step: int, config: RunConfig, num_batches_per_epoch: int) -> float:
         if schedule.warmup_start_fraction:
             return peak * (schedule.warmup_start_fraction + (1 - schedule.warmup_start_fraction) * step / warmup)
         return peak * (step + 1) / warmup
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
     if schedule.name in ("cosine", "one_cycle"):
-        return _cosine_between(peak, final, min(1.0, (step - warmup) / max(1, total - warmup)))
+        return _cosine_between(peak, final, progress)
+    if schedule.name == "linear":
+        return peak + (final - peak) * progress
     if schedule.name == "step":
         every = max(1, round(schedule.step_every_epochs * num_batches_per_epoch))
         return peak * schedule.step_factor ** (step // every)

@@ -35,8 +35,9 @@ _CLOTHES = (
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
 
-IMAGE_FOLDER = "imagefolder"
-"""The name of a data set that is a folder of images for each class; everything else about it is in the folder."""
+IMAGE_FOLDER, WEBDATASET, HUGGING_FACE = "imagefolder", "webdataset", "huggingface"
+ENCODED = (IMAGE_FOLDER, WEBDATASET, HUGGING_FACE)
+"""Names of data sets of encoded images: a folder for each class, tars, Arrow tables. The rest is in them."""
 
 KNOWN_DATA = {
     "mnist": KnownData(

@@ -2,7 +2,7 @@
 
 import re
 
-BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet")
+BUILT_IN_MODELS = ("mlp", "mnist_cnn", "small_resnet", "whitened_cnn")
 
 TORCHVISION = "torchvision/"
 TIMM = "timm/"

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.data_section import DataConfig
 from configs.known_models import NO_WEIGHTS
+from configs.loss_section import LossConfig
 from configs.sections import (
     CheckpointConfig,
     EarlyStoppingConfig,
@@ -20,7 +21,6 @@ from configs.sections import (
     GuardConfig,
     LaunchConfig,
     LogConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     ScheduleConfig,

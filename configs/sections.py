@@ -14,7 +14,6 @@ from configs.values import (
     PerChannel,
     Positive,
     Section,
-    as_tuple,
     model_name,
     weights_name,
     whole,
@@ -26,8 +25,8 @@ class ModelConfig(Section):
 
     name: Annotated[str, AfterValidator(model_name)] = Field(
         default="mnist_cnn",
-        description="mlp, mnist_cnn, small_resnet, a network of torchvision such as resnet50, timm/NAME, or "
-        "module:callable (num_classes: int, **args)",
+        description="mlp, mnist_cnn, small_resnet, whitened_cnn, a network of torchvision such as resnet50, timm/NAME, "
+        "or module:callable (num_classes: int, **args)",
     )
     args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the network's constructor")
     weights: Annotated[str, Field(min_length=1), BeforeValidator(weights_name)] = Field(
@@ -60,33 +59,6 @@ class ModelConfig(Section):
         return self
 
 
-class LossConfig(Section):
-    """The loss, a mean over the samples of the global batch."""
-
-    name: Literal["cross_entropy", "nll", "bce"] = Field(
-        default="cross_entropy", description="nll takes log-probabilities; bce: each class a yes or no of its own"
-    )
-    label_smoothing: Fraction = Field(
-        default=0.0, description="share of the target spread evenly over all classes; in training only"
-    )
-    class_weights: Annotated[tuple[NonNegative, ...], BeforeValidator(as_tuple)] | Literal["balanced"] | None = Field(
-        default=None,
-        description="what a sample of each class counts in training, a number for each; balanced: all classes the same",
-    )
-    bce_target_threshold: Fraction | None = Field(
-        default=None, description="bce: shares of a mixed target above this count as a yes, others as a no"
-    )
-    bce_sum: bool = Field(default=False, description="bce: the sum over the classes, not their mean")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.name != "bce" and (self.bce_sum or self.bce_target_threshold is not None):
-            raise ValueError("bce_sum and bce_target_threshold need name: bce")
-        if self.name == "nll" and self.label_smoothing:
-            raise ValueError("label_smoothing is for cross_entropy and bce; nll would leave it out")
-        return self
-
-
 class OptimConfig(Section):
     """The optimizer."""
 
@@ -102,6 +74,9 @@ class OptimConfig(Section):
     lr_base_batch: Count = Field(default=256, description="lr_scaling: the global batch that lr is for")
     layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         default=1.0, description="each block of the network learns at this fraction of the rate of the one after it"
+    )
+    norm_and_bias_lr: Positive = Field(
+        default=1.0, description="norms and biases learn at this multiple of the rate, and decay as much as before"
     )
     momentum: Fraction = Field(default=0.0, description="sgd, rmsprop and muon only")
     nesterov: bool = Field(default=False, description="sgd and muon only, needs momentum > 0")
@@ -132,15 +107,17 @@ class OptimConfig(Section):
 class ScheduleConfig(Section):
     """The learning rate as a pure function of the step (derive.lr_at)."""
 
-    name: Literal["constant", "cosine", "step", "one_cycle"] = Field(
-        default="constant", description="constant, cosine, step or one_cycle, each after the warm-up"
+    name: Literal["constant", "linear", "cosine", "step", "one_cycle"] = Field(
+        default="constant", description="constant, linear, cosine, step or one_cycle, each after the warm-up"
     )
     warmup_steps: CountOrZero | None = Field(default=None, description="linear warm-up, in steps; or warmup_epochs")
     warmup_epochs: NonNegative | None = Field(default=None, description="linear warm-up, in epochs; or warmup_steps")
     warmup_start_fraction: Fraction = Field(
         default=0.0, description="the warm-up begins with this fraction of lr; 0: with the first of its equal steps"
     )
-    final_lr_fraction: Fraction = Field(default=0.0, description="cosine and one_cycle end at this fraction of lr")
+    final_lr_fraction: Fraction = Field(
+        default=0.0, description="linear, cosine and one_cycle end at this fraction of lr"
+    )
     step_every_epochs: Positive = Field(default=30.0, description="step: decay after this many epochs")
     step_factor: Fraction = Field(default=0.1, description="step: multiply by this")
 
@@ -172,6 +149,11 @@ class EvalConfig(Section):
     )
     batch_size: Count = Field(default=500, description="samples per forward pass, a fixed cut of the test split")
     flip: bool = Field(default=False, description="score the mean of the logits of each image and its mirror image")
+    shift: CountOrZero = Field(
+        default=0,
+        description="score half of that and half of the same for the image moved by so many pixels along the diagonal, "
+        "both ways; 0: not",
+    )
 
 
 class CheckpointConfig(Section):

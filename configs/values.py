@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
+from configs.known_data import ENCODED, KNOWN_DATA
 from configs.known_models import BUILT_IN_MODELS, TIMM, TORCHVISION, TORCHVISION_MODELS
 
 FP32_SPELLINGS = ("no", "off", "false", "fp32", "none")
@@ -50,7 +50,7 @@ def _known_or_own(name: str, known: Iterable[str], also: str, more: Iterable[str
 
 
 def data_name(name: str) -> str:
-    return _known_or_own(name, (*KNOWN_DATA, IMAGE_FOLDER), "or module:callable")
+    return _known_or_own(name, (*KNOWN_DATA, *ENCODED), "or module:callable")
 
 
 def model_name(name: str) -> str:

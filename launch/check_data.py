@@ -3,8 +3,8 @@
 import tempfile
 from pathlib import Path
 
-from configs.errors import ConfigError
-from configs.known_data import IMAGE_FOLDER
+from configs.errors import EXIT_DONE, ConfigError
+from configs.known_data import ENCODED
 from configs.loader import load_config
 from configs.run_dir import AttemptDir
 from configs.schema import RunConfig
@@ -18,8 +18,8 @@ from launch.topology import detect_topology, find_torch_version
 def check_data(config: Path, out: Path, options: Options) -> int:
     """Check the folder of images that `config` names, and draw OUT/NAME-samples.png; returns the exit code."""
     settings = load_config(config, options.overrides).config
-    if settings.data.name != IMAGE_FOLDER:
-        raise ConfigError(f"check-data is for data.name: {IMAGE_FOLDER}, and {config} has {settings.data.name}")
+    if settings.data.name not in ENCODED:
+        raise ConfigError(f"check-data is for data.name: {' or '.join(ENCODED)}, and {config} has {settings.data.name}")
     # Whatever else is set, no more than this machine is needed.
     only_data = RunConfig(max_epochs=1, global_batch_size=1, seed=settings.seed, device="cpu", data=settings.data)
     preflight.check_torch(find_torch_version())
@@ -31,5 +31,9 @@ def check_data(config: Path, out: Path, options: Options) -> int:
         plan.worker.save(attempt.plan)
         picture = options.cwd / out / f"{config.stem}-samples.png"
         command = [options.python, "-u", "-m", f"{options.worker}.check_data", str(attempt.plan), str(picture)]
-        code, _ = preflight.run_helper(command, plan, options.environ, capture=False)
+        code = EXIT_DONE
+        if preflight.data_missing(plan.config, plan.cwd):
+            code = preflight.prepare_data(plan, options.environ, f"{options.worker}.prepare")
+        if code == EXIT_DONE:
+            code, _ = preflight.run_helper(command, plan, options.environ, capture=False)
     return code

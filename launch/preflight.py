@@ -19,7 +19,7 @@ from pathlib import Path
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
-from configs.known_data import IMAGE_FOLDER, KNOWN_DATA
+from configs.known_data import HUGGING_FACE, IMAGE_FOLDER, KNOWN_DATA, WEBDATASET
 from configs.known_models import NO_WEIGHTS, is_published, timm_name
 from configs.schema import RunConfig
 from launch.backends import Rendezvous
@@ -66,16 +66,17 @@ def check_open_files(plan: LaunchPlan) -> None:
 
 
 def data_missing(config: RunConfig, cwd: Path) -> bool:
-    """Whether files that torchvision would read are not there yet. A data set of the user's own is the user's."""
+    """Whether files that torchvision would read are not there yet, or an index is to be looked at. A data set of the
+    user's own is the user's."""
     known = KNOWN_DATA.get(config.data.name)
     if known is None:
-        return False
+        return config.data.name in (WEBDATASET, HUGGING_FACE)
     return not known.is_complete(cwd / config.data.root)
 
 
 def check_folders(config: RunConfig, cwd: Path) -> None:
-    """Raise ConfigError where a folder of images is not where, or not as, the settings say."""
-    if config.data.name == IMAGE_FOLDER:
+    """Raise ConfigError where folders of images or tars are not where, or not as, the settings say."""
+    if config.data.name in (IMAGE_FOLDER, WEBDATASET):
         find_splits(config.data, cwd)
 
 
@@ -89,6 +90,15 @@ def check_model(config: RunConfig, cwd: Path, *, is_new: bool) -> None:
     for key, place in (("init_from", config.init_from), ("model.weights", given)):
         if is_new and place is not None and not (cwd / place).exists():
             raise ConfigError(f"{key}: {place} does not exist")
+
+
+def check_teacher(config: RunConfig, cwd: Path) -> None:
+    """Raise ConfigError where the run to learn from is not there."""
+    teacher = config.loss.teacher
+    if teacher is not None and not (cwd / teacher).is_dir():
+        raise ConfigError(
+            f"loss.teacher: there is no folder {cwd / teacher}; give that of a finished run, such as runs/NAME"
+        )
 
 
 def prepare_data(plan: LaunchPlan, environ: Mapping[str, str], module: str) -> int:

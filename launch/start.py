@@ -163,6 +163,7 @@ def _start(job: _Job, naming: NameRequest, options: Options) -> int:
     preflight.check_disk(options.cwd / options.runs)
     preflight.check_folders(job.plan.config, options.cwd)
     preflight.check_model(job.plan.config, options.cwd, is_new=_is_new(RunDir(job.request.attempt.path.parent.parent)))
+    preflight.check_teacher(job.plan.config, options.cwd)
     preflight.check_open_files(job.plan)
     if job.request.nodes and job.plan.worker.launcher == "torchrun":
         preflight.check_rendezvous(job.request.nodes)

@@ -8,8 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tqdm import tqdm
 
 FOLDERS = {"unit", "dist", "e2e", "gpu"}
+
+# A thread, once it is started, and nothing forks well beside one.
+tqdm.monitor_interval = 0
 
 
 def pytest_configure() -> None:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from configs.derive import BatchPlan
 from configs.errors import ConfigError
+from configs.loss_section import LossConfig
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
-from configs.sections import LossConfig
 from trainer import summary
 from trainer.agreement import WithSignals
 from trainer.console import Console
@@ -39,6 +39,7 @@ from trainer.recompute import recompute
 from trainer.runtime import RunContext
 from trainer.saving import Saver
 from trainer.shards import Shards
+from trainer.teacher import load_teacher
 from trainer.tracking import NullTracker, SampleLog
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     """Everything from the data to the job, nothing restored.
     Returns (job, what to show before it begins)."""
-    config, device = run.plan.config, context.device
+    config, device, trains = run.plan.config, context.device, run.plan.mode == "train"
     check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
     batch = run.plan.batches
     data = context.together(lambda: _data(run))
@@ -65,7 +66,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     residency, reason = choose_residency(config.data, splits, device, context.local_world_size, workers)
     notes = context.together(lambda: check_loaders(run.plan, splits, streams=residency == "stream"))
     augment = config.data.augment
-    policy = Policy(augment) if augment.changes_single_images and run.plan.mode == "train" else None
+    policy = Policy(augment) if augment.changes_single_images and trains else None
     source, eval_source = (
         build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop, each)
         for split, each in zip(splits, (policy, None), strict=True)
@@ -74,17 +75,20 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
     weight = context.together(lambda: _class_weights(run, data))
     weight = weight if weight is None else weight.to(device)
+    teacher = context.together(lambda: load_teacher(config, context, data, shape)) if trains else None
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
+    facts["teacher"] = None if teacher is None else teacher.sha256
     if config.virtual_shards:
         _check_machines(context, facts)
     console = _console(run, context)
     saver = _saver(run, context, console)
     # After the evaluator has its copy, which computes nothing twice.
     lines = [*network.lines, *([recompute(model)] if config.model.checkpointing else [])]
+    lines += [] if teacher is None else [teacher.line]
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
     place = device if residency == "device" else torch.device("cpu")
-    has_shards = config.virtual_shards > 0 and run.plan.mode == "train"
+    has_shards = config.virtual_shards > 0 and trains
     order = _order(config, context, batch, len(data.train), place, drawn_by)
     run.job = job = Job(
         config=config,
@@ -106,6 +110,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         frozen_norms=network.frozen_norms,
         is_compiled=run.plan.compiles,
         loss_sum=partial(LOSSES[config.loss.name], config.loss, weight),
+        teacher=teacher,
         evaluator=evaluator,
         tracker=NullTracker(),
         console=console,
@@ -114,7 +119,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         saver=saver,
         facts=facts,
         files_may_differ=run.plan.allow_changes or run.plan.mode == "eval",
-        trains=run.plan.mode == "train",
+        trains=trains,
         samples=SampleLog(run.attempt.samples(context.rank)) if config.log.sample_ids else None,
         faults=_faults(run, context, saver),
         window=LossWindow(context),

@@ -1,5 +1,5 @@
-"""`python -m trainer.check_data PLAN PICTURE`: reads every image of a folder before a training does, says what is wrong
-with it, and draws what training will see. Exit code 1 if an image is broken, or in both splits."""
+"""`python -m trainer.check_data PLAN PICTURE`: reads every image of a data set before a training does, says what is
+wrong with it, and draws what training will see. Exit code 1 if an image is broken, or in both splits."""
 
 import hashlib
 import io
@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +24,8 @@ from configs.schema import RunConfig
 from configs.text import printable
 from trainer.contact_sheet import draw_samples
 from trainer.data.decode import DecodingError, Square, read_pixels
-from trainer.data.folder import Files, Splits, load_splits
+from trainer.data.encoded import Encoded, Splits
+from trainer.data.splits import load_splits
 from trainer.exits import leave, told
 from trainer.parent import die_with_parent
 
@@ -58,32 +58,42 @@ def check(config: RunConfig, picture: Path) -> int:
     return EXIT_TRAINING if faults else EXIT_DONE
 
 
-def _by_name(splits: Splits) -> dict[str, Files]:
+def _by_name(splits: Splits) -> dict[str, Encoded]:
     return {"train": splits.train, "val": splits.evaluation}
 
 
-def examine_all(files: Files, channels: int) -> list[Facts]:
-    """Read every file, on all cores of this process."""
-    paths = [files.path(index) for index in range(len(files))]
+def examine_all(files: Encoded, channels: int) -> list[Facts]:
+    """Read every image, on all cores of this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     fork = multiprocessing.get_context("fork")  # torch is imported once
-    with ProcessPoolExecutor(min(cores, len(paths)), fork, initializer=_start_worker) as pool:
-        found = pool.map(partial(examine, channels=channels), paths, chunksize=_CHUNK)
+    workers, started = min(cores, len(files)), (files, channels)  # which a fork need not pickle
+    with ProcessPoolExecutor(workers, fork, _start_worker, started) as pool:
+        found = pool.map(_examine_own, range(len(files)), chunksize=_CHUNK)
         try:
-            return list(tqdm(found, total=len(paths), unit="image", disable=None, leave=False))
+            return list(tqdm(found, total=len(files), unit="image", disable=None, leave=False))
         except BrokenProcessPool as error:
             raise EnvironmentProblem(
                 "a process that reads images was killed, usually because memory ran out: give it fewer cores (taskset)"
             ) from error
 
 
-def _start_worker() -> None:
+_mine: list[tuple[Encoded, int]] = []
+"""Of a worker: what it examines."""
+
+
+def _start_worker(files: Encoded, channels: int) -> None:
     die_with_parent()
     torch.set_num_threads(1)
+    _mine.append((files, channels))
 
 
-def examine(path: str, channels: int) -> Facts:
-    """Decode one file to its end, a large JPEG at an eighth of its size, and keep nothing of it."""
+def _examine_own(index: int) -> Facts:
+    ((files, channels),) = _mine
+    return examine(files, index, channels)
+
+
+def examine(files: Encoded, index: int, channels: int) -> Facts:
+    """Decode one image to its end, a large JPEG at an eighth of its size, and keep nothing of it."""
     size = (0, 0)
 
     def note(width: int, height: int) -> Square:
@@ -92,9 +102,12 @@ def examine(path: str, channels: int) -> Facts:
         return Square((0, 0, width, height), 1)
 
     try:
-        content = Path(path).read_bytes()
+        source = files.open(index)
+        content = Path(source).read_bytes() if isinstance(source, str) else source.read()
     except OSError as error:
         return Facts(b"", (0, 0), f"cannot be read: {error.strerror}")
+    except DecodingError as error:
+        return Facts(b"", (0, 0), str(error))
     digest = hashlib.sha256(content).digest()
     try:
         read_pixels(io.BytesIO(content), channels, note)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from trainer.data.augment import Preprocess
-from trainer.data.folder import Splits
+from trainer.data.encoded import Splits
 from trainer.data.images import TRAINING, ImageSplit
 from trainer.data.mixing import Mixing
 from trainer.data.policies import Policy

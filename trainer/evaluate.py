@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.errors import TrainingError
@@ -32,7 +33,8 @@ class EvalResult:
     top5: float | None
     count: int
     details: Details | None = None
-    with_flips: bool = False
+    views: str = ""
+    """What else was scored of each image."""
 
     def metrics(self, prefix: str, *, in_detail: bool = False) -> dict[str, float]:
         values = {"loss": self.loss, "top1": self.top1} | ({} if self.top5 is None else {"top5": self.top5})
@@ -43,7 +45,7 @@ class EvalResult:
     def describe(self, of: str) -> str:
         """One console line, in percent; `of` says which weights."""
         top5 = "" if self.top5 is None else f"  top-5 {100 * self.top5:.2f} %"
-        of = (f" {of}" if of else "") + (" with flips" if self.with_flips else "")
+        of = (f" {of}" if of else "") + (f" with {self.views}" if self.views else "")
         return f"evaluated {self.count}/{self.count}{of}: top-1 {100 * self.top1:.2f} %{top5}  loss {self.loss:.4f}"
 
 
@@ -69,7 +71,7 @@ class Evaluator:
     has_own_statistics: bool = True
     """Whether running statistics differ between ranks, so that their mean is what is evaluated."""
     loss_name: str = "cross_entropy"
-    """What the network's outputs are follows from it, as configs.sections.LossConfig says."""
+    """What the network's outputs are follows from it, as configs.loss_section.LossConfig says."""
     seed: int | None = None
     """Keys what the network draws in evaluation too, by the batch; None: it draws nothing."""
 
@@ -124,7 +126,10 @@ class Evaluator:
         loss = float(losses.cpu().double().sum()) / count
         top5 = sum(by_place) / count if self.num_classes > 5 else None
         details = None if bins is None else self._details(context, answers, bins)
-        return EvalResult(loss, by_place[0] / count, top5, count, details, self.config.flip)
+        return EvalResult(loss, by_place[0] / count, top5, count, details, self._views())
+
+    def _views(self) -> str:
+        return " and ".join(name for name, on in (("flips", self.config.flip), ("shifts", self.config.shift)) if on)
 
     def _details(self, context: RunContext, answers: list[tuple[Tensor, Tensor]], bins: BinSums) -> Details:
         first = [(best[:, 0], labels) for best, labels in answers]
@@ -145,14 +150,21 @@ class Evaluator:
         return list(range(context.rank, num_batches, context.world_size))
 
     def _logits(self, context: RunContext, images: Tensor) -> Tensor:
-        """(N, classes), in float32 or float64; with eval.flip the mean over each image and its mirror image."""
+        """(N, classes), in float32 or float64; with eval.flip the mean over each image and its mirror image, with
+        eval.shift half of that and half of the same of the image moved along the diagonal."""
         images = self.preprocess.normalise(images)
-        logits = self._forward(context, images)
-        if not self.config.flip:
-            return logits
-        mean = (logits + self._forward(context, images.flip(3))) / 2
+        logits = self._both_ways(context, images)
+        if reach := self.config.shift:
+            padded = F.pad(images, (reach,) * 4, "reflect")
+            height, width = images.shape[2:]
+            up, down = padded[:, :, 2 * reach :, 2 * reach :], padded[:, :, :height, :width]
+            logits = logits / 2 + (self._both_ways(context, up) + self._both_ways(context, down)) / 4
         # The mean of log-probabilities is none: their exponents no longer add up to 1.
-        return mean.log_softmax(1) if self.loss_name == "nll" else mean
+        return logits.log_softmax(1) if self.loss_name == "nll" and (reach or self.config.flip) else logits
+
+    def _both_ways(self, context: RunContext, images: Tensor) -> Tensor:
+        logits = self._forward(context, images)
+        return (logits + self._forward(context, images.flip(3))) / 2 if self.config.flip else logits
 
     def _forward(self, context: RunContext, images: Tensor) -> Tensor:
         if self.channels_last:

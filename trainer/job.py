@@ -33,6 +33,7 @@ from trainer.tracking import NullTracker, SampleLog, Tracker
 
 if TYPE_CHECKING:
     from trainer.speed import Speed
+    from trainer.teacher import Teacher
 
 
 @dataclass
@@ -92,6 +93,8 @@ class Job:
     """BatchNorm layers that stay in evaluation mode."""
     is_compiled: bool
     loss_sum: Callable[[Tensor, Tensor], Tensor]
+    teacher: "Teacher | None"
+    """Whose answers are followed too; None: the labels alone."""
     evaluator: Evaluator
     tracker: Tracker | NullTracker
     console: Console

@@ -198,7 +198,9 @@ def forward(job: Job, batch: RankBatch, images: Tensor, labels: Tensor, draws: T
         with job.context.autocast():
             output = job.module(images)
     logits, signals = output if job.signals is not None else (output, None)
-    return job.loss_sum(logits if logits.dtype == torch.float64 else logits.float(), targets), signals
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    loss = job.loss_sum(logits, targets)
+    return loss if job.teacher is None else job.teacher.blend(loss, logits, images), signals
 
 
 def _eagerly(job: Job) -> contextlib.AbstractContextManager[object]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.errors import ConfigError
-from configs.sections import LossConfig
+from configs.loss_section import LossConfig
 
 LossSum = Callable[[Tensor, Tensor], Tensor]
 """Of logits (B, C) and targets, int64 classes (B,) or floating shares (B, C): a scalar."""

@@ -13,6 +13,7 @@ from configs.errors import ConfigError
 from configs.known_models import is_library_model, is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
 from trainer.data.datasets import load_callable
+from trainer.whitened import WhitenedCNN
 
 
 class MLP(nn.Module):
@@ -125,7 +126,12 @@ class SmallResNet(nn.Module):
         return logits
 
 
-BUILT_IN: dict[str, type[nn.Module]] = {"mlp": MLP, "mnist_cnn": MnistCNN, "small_resnet": SmallResNet}
+BUILT_IN: dict[str, type[nn.Module]] = {
+    "mlp": MLP,
+    "mnist_cnn": MnistCNN,
+    "small_resnet": SmallResNet,
+    "whitened_cnn": WhitenedCNN,
+}
 
 
 def may_draw(model: nn.Module) -> bool:

@@ -31,8 +31,10 @@ def check_multistep(job: Job) -> None:
         "data that are not resident": not isinstance(job.source, ResidentSource),
         "layers with buffers, such as BatchNorm": any(True for _ in model.buffers()),
         "mixup or cutmix": job.mixing is not None,
+        "loss.teacher": job.teacher is not None,
         f"optim.name: {config.optim.name}": config.optim.name not in ("sgd", "adam", "adamw"),
         "optim.layer_decay": config.optim.layer_decay != 1.0,
+        "optim.norm_and_bias_lr": config.optim.norm_and_bias_lr != 1.0,
         "model.checkpointing": config.model.checkpointing,
         "dropout": bool(random_layers(model)),
     }

@@ -7,10 +7,13 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from configs.augment_section import AugmentConfig
+from configs.derive import counted
 from configs.schema import RunConfig
 from trainer import checkpoint
 from trainer.choices import choose_channels_last
-from trainer.data.datasets import Data
+from trainer.data.augment import Preprocess
+from trainer.data.datasets import Data, as_image_tensor
 from trainer.freeze import freeze, in_evaluation
 from trainer.models import build_model
 from trainer.other_sizes import check_sizes
@@ -51,6 +54,8 @@ def build_network(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     lines = []
     if not checkpoint.step_folders(checkpoints):
+        if trains and hasattr(model, "begin_with"):
+            lines.append(begin_with_images(model, data, context.dtype))
         lines += take_weights(model, config, data.num_classes, shape[0])
     norms, frozen = freeze(model, config.model)
     in_evaluation(norms)
@@ -58,6 +63,20 @@ def build_network(
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     return Network(model.to(context.device), channels_last, why, norms, [*lines, *frozen])
+
+
+FIRST_IMAGES = 5000
+"""Training images that a network may look at before it begins."""
+
+
+def begin_with_images(model: nn.Module, data: Data, dtype: torch.dtype) -> str:
+    """Let a network initialise itself by the first training images, normalised and not augmented: its method
+    `begin_with(images (N, C, H, W))`. Returns the line that says so."""
+    count = min(FIRST_IMAGES, len(data.train))
+    images = torch.stack([as_image_tensor(data.train[index][0]) for index in range(count)])
+    preprocess = Preprocess(AugmentConfig(), 0, data.mean, data.std, dtype, torch.device("cpu"))
+    model.begin_with(preprocess.normalise(images))  # type: ignore[operator]  # the caller has asked for it
+    return f"weights    begin with the first {counted(count, 'training image')}"
 
 
 def normalised_for(config: RunConfig, data: Data, channels: int) -> Data:

@@ -22,6 +22,8 @@ def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
         if parameter.requires_grad:
             decays = config.decay_norm_and_bias or parameter.ndim >= 2
             decay, scale = config.weight_decay if decays else 0.0, scales[name]
+            if parameter.ndim < 2:
+                decay, scale = decay / config.norm_and_bias_lr, scale * config.norm_and_bias_lr
             # Muon is for matrices between features; the head, norms, biases and convolutions go by AdamW.
             by_adamw = config.name == "muon" and (parameter.ndim != 2 or name in head)
             update = "adamw" if by_adamw else config.name

@@ -17,11 +17,13 @@ from typing import Any
 from configs.contract import WorkerPlan
 from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem
-from configs.known_data import KNOWN_DATA, KnownData
+from configs.folders import find_splits
+from configs.known_data import HUGGING_FACE, KNOWN_DATA, WEBDATASET, KnownData
 from configs.known_models import is_published
 from configs.run_dir import RunDir
 from trainer.aside import aside, locked
 from trainer.exits import leave, told
+from trainer.prepare_tables import prepare_tables
 
 EMBEDDED_MNIST = Path(__file__).resolve().parent.parent / "data" / "mnist"
 # The well-known MD5 sums of the uncompressed files, as in data/mnist/README.md.
@@ -36,12 +38,16 @@ MNIST_MD5 = {
 def prepare_data(config: DataConfig) -> None:
     """Have the data set of `config` complete under data.root,
     or raise EnvironmentProblem. Safe with any number of callers."""
-    known = KNOWN_DATA.get(config.name)
-    if known is None:
+    known, root = KNOWN_DATA.get(config.name), Path(config.root)
+    if config.name == WEBDATASET:
+        index_tars(config)
+    if known is None and config.name != HUGGING_FACE:
         return
-    root = Path(config.root)
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / ".lock"):
+        if known is None:
+            prepare_tables(config)
+            return
         if known.is_complete(root):
             return
         with aside(root) as folder:
@@ -57,6 +63,15 @@ def prepare_data(config: DataConfig) -> None:
                 final.rename(folder / "incomplete")
             (folder / known.folder).rename(final)
             _sync(final.parent)
+
+
+def index_tars(config: DataConfig) -> None:
+    """Read the tars' headers once, where the index can be written beside them."""
+    from trainer.data.tar_index import index_of
+
+    for folder in find_splits(config):
+        if folder is not None:
+            index_of(folder)
 
 
 def _sync(path: Path) -> None:

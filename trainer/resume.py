@@ -28,6 +28,7 @@ def restore(job: Job, loaded: Loaded, path: Path) -> None:
     """Put a checkpoint into `job`. Raises CheckpointError with the difference if it does not fit."""
     _check_facts(loaded.state, job.facts, path, FACTS if job.trains else NETWORK_FACTS)
     _check_files(loaded.state.get("files"), job, path)
+    _check_teacher(loaded.state.get("teacher"), job, path)
     rank, ranks, alike = job.context.rank, job.context.world_size, job.config.virtual_shards > 0
     own = checkpoint.merged_own(loaded, rank, ranks, summed=(WINDOW,), alike=alike)
     parameters = dict(job.model.named_parameters())
@@ -86,10 +87,24 @@ def _check_files(saved: dict[str, str] | None, job: Job, path: Path) -> None:
     changed = sorted({split for split in now or {} if now[split] != (saved or {}).get(split)})
     if changed and not job.files_may_differ:
         raise CheckpointError(
-            f"{path} cannot be resumed: names or sizes of the files in {job.config.data.root} changed since it was "
+            f"{path} cannot be resumed: names or sizes of the files in {_place(job)} changed since it was "
             f"saved ({' and '.join(changed)} split); put them back, use --allow-changes to go on with these, or start "
             "a new run"
         )
+
+
+def _check_teacher(saved: str | None, job: Job, path: Path) -> None:
+    """Raise CheckpointError where the teacher was trained on under a run that is to go on with it."""
+    now = job.facts["teacher"]
+    if saved is not None and now is not None and saved != now and not job.files_may_differ:
+        raise CheckpointError(
+            f"{path} cannot be resumed: the weights of loss.teacher ({job.config.loss.teacher}) changed since it was "
+            "saved; put them back, use --allow-changes to go on with these, or start a new run"
+        )
+
+
+def _place(job: Job) -> str:
+    return job.config.data.huggingface.path or job.config.data.root
 
 
 def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:

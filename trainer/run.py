@@ -176,6 +176,7 @@ class Run:
             "data": self._evaluated_data(),
             "samples": len(job.evaluator.source),
             "flip": job.config.eval.flip,
+            "shift": job.config.eval.shift,
             "changed_settings": list(self.plan.eval_changes),
         }
         for line in write_details(folder, details_of(results), job.class_names(), facts):

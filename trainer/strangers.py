@@ -28,6 +28,7 @@ _TYPES: dict[str, Any] = {
     "virtual_shards": int,
     "micro_batch": int | None,
     "decoder": str | None,
+    "teacher": str | None,
     "versions": dict[str, str],
     "versions.torch": str,
     "time": dict[str, float],

@@ -65,6 +65,8 @@ def _how_lr(job: Job) -> str:
     if job.config.optim.layer_decay != 1.0:
         scales = sorted({group["lr_scale"] for group in job.optimizer.param_groups})
         parts.append(f"{len(scales)} layers, the first at {scales[0]:.3g} of it")
+    if (scale := job.config.optim.norm_and_bias_lr) != 1.0:
+        parts.append(f"norms and biases at {scale:g} times it")
     return "; ".join(part for part in parts if part)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from configs.derive import counted
-from configs.known_data import IMAGE_FOLDER
+from configs.known_data import ENCODED
 from trainer.data import jpeg
 from trainer.data.stream import StreamSource
 from trainer.job import Job
@@ -62,7 +62,7 @@ def tell_of_wait(job: Job, share: float, images_per_s: float) -> bool:
         ranks=ranks,
         free_cores=max(0, _cores() - ranks * busy),
         on_gpu=on_gpu,
-        lacks_simplejpeg=job.config.data.name == IMAGE_FOLDER and jpeg.library() is None,
+        lacks_simplejpeg=job.config.data.name in ENCODED and jpeg.library() is None,
     )
     of_this_machine = images_per_s * ranks / context.world_size
     job.console.line(f"note: {reading.describe_wait(share, of_this_machine)}")

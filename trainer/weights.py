@@ -38,19 +38,19 @@ def take_weights(model: nn.Module, config: RunConfig, num_classes: int, channels
     """
     if config.init_from is not None:
         found, path = read_weights(config.init_from, "init_from")
-        check_fits(_shapes(model.state_dict()), _shapes(found), path)
-        _copy_into(model, found)
+        check_fits(shapes_of(model.state_dict()), shapes_of(found), path)
+        copy_into(model, found)
         return [f"weights    {path}: all {counted(len(found), 'tensor')}"]
     if config.model.weights == NO_WEIGHTS:
         return []
     found, label, path = _named_by(config)
     fit = fit_weights(model, found, num_classes, channels, path)
-    _copy_into(model, fit.tensors)
+    copy_into(model, fit.tensors)
     return [f"weights    {label}: {fit.describe(model, config.seed)}"]
 
 
 @torch.no_grad()
-def _copy_into(model: nn.Module, tensors: Tensors) -> None:
+def copy_into(model: nn.Module, tensors: Tensors) -> None:
     """Without load_state_dict, which for some networks (MNASNet) wants to know more than the tensors."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         tensor.copy_(tensors[name])
@@ -154,7 +154,7 @@ def fit_weights(model: nn.Module, found: Tensors, num_classes: int, channels: in
     new, old_classes = _new_head(model, wanted, found, num_classes)
     found, adapted = _adapt_first(wanted, found, channels)
     kept = {name: wanted[name] for name in (*counters, *new)}
-    check_fits(_shapes(wanted), _shapes(found | kept), path)
+    check_fits(shapes_of(wanted), shapes_of(found | kept), path)
     return Fit(found | kept, new, old_classes, adapted)
 
 
@@ -217,5 +217,5 @@ def adapted_channels(weight: Tensor, channels: int) -> Tensor:
     return weight.repeat(1, math.ceil(channels / before), 1, 1)[:, :channels] * (before / channels)
 
 
-def _shapes(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

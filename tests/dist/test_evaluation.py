@@ -7,13 +7,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.augment_section import AugmentConfig
-from configs.sections import EvalConfig, LossConfig
+from configs.loss_section import LossConfig
+from configs.sections import EvalConfig
 from tests.dist import toys
 from tests.dist.harness import finished, in_ranks, run, tiny_config
 from tests.dist.toys import images
@@ -188,6 +190,28 @@ def test_mirror_images_are_scored_too(tmp_path: Path) -> None:
     ((row,),) = in_ranks(tmp_path, 1, score)
     pixels = image[0, 0].double() / 255
     assert row == pytest.approx([float(pixels[:, 0].sum() + pixels[:, 7].sum()) / 2, 0.0])
+
+
+def test_shifted_views_count_half(tmp_path: Path) -> None:
+    """By numpy: the corner pixel, of the image and of its reflected padding two pixels up left and down right."""
+
+    def score(context: RunContext) -> list[list[float]]:
+        scorer = evaluator(Corner(), image, [0], 5, "sharded")
+        both = replace(scorer, preprocess=doubles, config=EvalConfig(shift=2))
+        return both._logits(context, image).tolist()
+
+    doubles = Preprocess(AugmentConfig(), 0, None, None, torch.float64, CPU)
+    image = images_of(1)
+    ((row,),) = in_ranks(tmp_path, 1, score)
+    pixels = np.pad(image[0, 0].numpy(), 2, mode="reflect") / 255
+    assert row == pytest.approx([pixels[2, 2] / 2 + pixels[0, 0] / 4 + pixels[4, 4] / 4, 0.0])
+
+
+class Corner(nn.Module):
+    """Says what the first pixel is."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.stack([images[:, 0, 0, 0], torch.zeros(len(images), dtype=images.dtype)], dim=1)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -3,6 +3,8 @@
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from configs.loader import load_config
 from tests.dist.harness import finished
@@ -17,6 +19,10 @@ RECIPES = {
     "resnet50_a3": ["model.name=timm/resnet18", "data.image_size=24"],
     "finetune": ["model.name=resnet18", "model.weights=none", "data.image_size=32"],
 }
+ON_CIFAR = {
+    "cifar10_94": ["model.args={widths: [8, 8, 8]}"],
+    "cifar10_96": ["model.args={widths: [8, 8, 8], depth: 3}"],
+}
 SMALL = (
     "max_epochs=null",
     "max_steps=3",
@@ -25,6 +31,42 @@ SMALL = (
     "data.num_workers=1",
     "eval.batch_size=4",
 )
+
+
+class Coloured:
+    """Sixteen images of CIFAR-10's size, of three classes."""
+
+    classes = ("a", "b", "c")
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, 256, (3, 32, 32), generator=generator, dtype=torch.uint8), index % 3
+
+
+def coloured(train: bool) -> Coloured:
+    return Coloured()
+
+
+@pytest.mark.parametrize("name", ON_CIFAR)
+def test_a_recipe_for_cifar_trains(tmp_path: Path, name: str) -> None:
+    overrides = ["data.name=tests.dist.test_recipes:coloured", *SMALL, *ON_CIFAR[name], "schedule.warmup_epochs=0.5"]
+    config = load_config(CONFIGS / f"{name}.yaml", overrides).config
+    attempt = finished(tmp_path / "run", config, 2)
+    assert attempt.result()["step"] == 3
+    assert attempt.metric("eval/loss")[-1][0] == 3
+    log = attempt.log()
+    assert "weights    begin with the first 16 training images" in log
+    assert "lr         norms and biases at 64 times it" in log
+    assert "with flips and shifts" in log
+    own = attempt.checkpoint()
+    before = own.shared["model"]["whitening.conv.weight"]
+    more = config.model_copy(update={"max_steps": 5})
+    again = finished(tmp_path / "run", more, 1, allow_changes=True)
+    assert torch.equal(again.checkpoint().shared["model"]["whitening.conv.weight"], before)
+    assert "begin with the first" not in again.log()
 
 
 @pytest.mark.parametrize("name", RECIPES)

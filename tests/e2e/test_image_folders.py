@@ -51,7 +51,10 @@ def test_what_check_data_cannot_check_is_one_line(here: Place) -> None:
     (line,) = here.run("check-data", "folder.yaml", code=2).lines
     assert line.startswith(f"config error: data.root: there is no folder {here.folder}/images; ")
     (line,) = here.run("check-data", "tiny.yaml", code=2).lines
-    assert line == ("config error: check-data is for data.name: imagefolder, and tiny.yaml has tests.dist.toys:images")
+    assert line == (
+        "config error: check-data is for data.name: imagefolder or webdataset or huggingface, and tiny.yaml has "
+        "tests.dist.toys:images"
+    )
 
 
 def test_a_folder_is_trained_from_and_gone_on_with(here: Place) -> None:

@@ -8,8 +8,9 @@ from torch import Tensor
 from torchvision import transforms
 
 from configs.augment_section import AugmentConfig
+from configs.errors import ConfigError
 from tests import splitmix
-from trainer.data.augment import Preprocess, cutout_mask, shift
+from trainer.data.augment import Preprocess, cutout_mask, shift, shift_reflected
 
 CPU = torch.device("cpu")
 
@@ -132,6 +133,34 @@ def test_flip_mirrors_the_samples_that_the_reference_says() -> None:
     assert 10 < sum(mirrored) < 30
     for i in range(40):
         assert torch.equal(found[i], plain[i].flip(2) if mirrored[i] else plain[i])
+
+
+def test_an_alternating_flip_shows_each_image_both_ways_in_turn() -> None:
+    images, ids = random_images(40), torch.arange(40)
+    plain = preprocess().normalise(images)
+    mirrored = torch.tensor([bool(drawn(2, 0, i, 2)) for i in range(40)])
+    for epoch in range(4):
+        found = preprocess(flip="alternating").for_training(images, epoch, ids)
+        ways = mirrored ^ bool(epoch % 2)
+        assert torch.equal(found, torch.where(ways.view(-1, 1, 1, 1), plain.flip(3), plain))
+
+
+@pytest.mark.parametrize(("channels", "reach"), [(1, 2), (3, 5)])
+def test_a_reflected_shift_is_numpys_padding(channels: int, reach: int) -> None:
+    images = random_images(2 * reach + 1, channels)
+    dy = torch.arange(2 * reach + 1)
+    dx = (3 * dy) % (2 * reach + 1)
+    found = shift_reflected(images, dy, dx, reach).numpy()
+    for i, image in enumerate(images.numpy()):
+        padded = np.pad(image, [(0, 0), (reach, reach), (reach, reach)], mode="reflect")
+        y, x = int(dy[i]), int(dx[i])
+        np.testing.assert_array_equal(found[i], padded[:, y : y + 6, x : x + 9])
+
+
+def test_a_reflected_shift_as_far_as_the_image_is_refused() -> None:
+    made = preprocess(shift=6, shift_padding="reflect")
+    with pytest.raises(ConfigError, match="mirrors less than an image's side of 6 pixels, and shift is 6"):
+        made.for_training(random_images(2), 0, torch.arange(2))
 
 
 def test_shift_moves_the_samples_as_far_as_the_reference_says() -> None:

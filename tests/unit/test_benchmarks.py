@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -65,14 +66,21 @@ def test_the_table_is_markdown() -> None:
 
 
 def test_a_busy_machine_is_said() -> None:
-    assert "WARNING" not in harness.header(MACHINE | {"load": [0.2, 3.0, 3.0]})
-    assert "WARNING" in harness.header(MACHINE | {"load": [1.5, 0.0, 0.0]})
+    assert "WARNING" not in harness.header(MACHINE | {"busy_cores": 0.2})
+    assert "WARNING" in harness.header(MACHINE | {"busy_cores": 1.5})
 
 
 def test_the_machine_is_described() -> None:
     text = harness.header(harness.describe_machine())
     assert f"torch {torch.__version__.partition('+')[0]}" in text
-    assert "load average" in text
+    assert re.search(r"cores, \d+\.\d\d of them busy before the start", text)
+
+
+def test_busy_cores_are_those_of_the_time_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 200 ticks of two cores 50 were idle: one and a half are busy."""
+    ticks = iter([(1000, 5000, 2), (1050, 5200, 2)])
+    monkeypatch.setattr(harness, "_ticks", lambda: next(ticks))
+    assert harness.busy_cores(0.0) == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["gpu", "--rounds", "0"]])

@@ -18,6 +18,7 @@ from tests.folders import COLOURS, make, noisy, plain
 from trainer import check_data
 from trainer.check_data import check
 from trainer.data.datasets import load_data
+from trainer.data.splits import load_splits
 
 
 def config(root: Path, **data: Any) -> RunConfig:
@@ -160,19 +161,21 @@ def test_a_folder_without_a_readable_image_has_no_picture(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("turn", [1, 6])
-def test_a_large_jpeg_is_read_to_its_end(tmp_path: Path, turn: int) -> None:
+def test_a_large_jpeg_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = turn
     path = tmp_path / "large.jpg"
     Image.effect_noise((640, 480), 60).save(path, exif=exif)
     content = path.read_bytes()
-    found = check_data.examine(str(path), 3)
+    files = load_splits(config(make(tmp_path / "images", train__a=1, train__b=1, val__a=1)).data).train
+    monkeypatch.setattr(type(files), "open", lambda *_: str(path))
+    found = check_data.examine(files, 0, 3)
     assert found == (hashlib.sha256(content).digest(), (640, 480) if turn == 1 else (480, 640), None)
     path.write_bytes(content[: len(content) * 95 // 100])
-    assert "truncated" in (check_data.examine(str(path), 3).fault or "")
+    assert "truncated" in (check_data.examine(files, 0, 3).fault or "")
 
 
-def killed(path: str, channels: int) -> None:
+def killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 

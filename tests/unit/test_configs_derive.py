@@ -211,6 +211,12 @@ def test_cosine_over_ten_steps() -> None:
     assert rates(range(10, 13), {"name": "cosine", "final_lr_fraction": 0.1}) == pytest.approx([0.1] * 3)
 
 
+def test_linear_goes_up_and_down_in_straight_lines() -> None:
+    schedule = {"name": "linear", "warmup_steps": 4, "warmup_start_fraction": 0.2, "final_lr_fraction": 0.1}
+    expected = [0.2, 0.4, 0.6, 0.8, 1.0, 0.85, 0.7, 0.55, 0.4, 0.25, 0.1, 0.1]
+    assert rates(range(12), schedule) == pytest.approx(expected)
+
+
 def test_one_cycle_is_torchs() -> None:
     # By torch 2.14.1: OneCycleLR(max_lr=1, total_steps=11, pct_start=4/11, final_div_factor=4). It counts the
     # rate that it ends at as a step; here that is the rate after the 10th update, as with cosine, hence 11 and 4/11.
@@ -226,7 +232,7 @@ def test_one_cycle_by_hand() -> None:
     assert found[4:] == sorted(found[4:], reverse=True)
 
 
-@pytest.mark.parametrize("name", ["constant", "cosine", "step"])
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine", "step"])
 def test_warmup_is_linear_and_its_first_update_already_moves(name: str) -> None:
     assert rates(range(5), {"name": name, "warmup_steps": 4}) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
 

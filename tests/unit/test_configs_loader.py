@@ -252,13 +252,14 @@ BAD_VALUES = [
     (
         "data.name",
         "minst",
-        "'minst' is unknown (expected one of mnist, fashion_mnist, cifar10, cifar100, imagefolder, "
+        "'minst' is unknown (expected one of mnist, fashion_mnist, cifar10, cifar100, imagefolder, webdataset, "
+        "huggingface, "
         "or module:callable); did you mean 'mnist'?",
     ),
     (
         "model.name",
         "resnet",
-        "'resnet' is unknown (expected one of mlp, mnist_cnn, small_resnet, a network of torchvision, "
+        "'resnet' is unknown (expected one of mlp, mnist_cnn, small_resnet, whitened_cnn, a network of torchvision, "
         "torchvision/NAME, timm/NAME or module:callable); did you mean 'resnet50'?",
     ),
     ("model.args", "5", "5 is not a section (expected keys in it, such as model.args.width)"),

@@ -150,7 +150,10 @@ def test_virtual_shards_are_a_power_of_two_and_no_sync_batchnorm() -> None:
 
 
 def test_settings_of_image_folders_are_for_them_alone() -> None:
-    refused("val_fraction: only for name: imagefolder, and name is mnist", data={"val_fraction": 0.1})
+    refused(
+        "val_fraction: only for name: imagefolder or webdataset or huggingface, and name is mnist",
+        data={"val_fraction": 0.1},
+    )
     for fraction in (0.0, 1.0):
         refused("val_fraction", data={"name": "imagefolder", "val_fraction": fraction})
     assert config(data={"name": "imagefolder", "val_fraction": 0.1}).data.val_fraction == 0.1

@@ -11,7 +11,8 @@ from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
 from tests.folders import make, plain
 from trainer.data.datasets import load_data
-from trainer.data.folder import Files, Splits, load_splits
+from trainer.data.encoded import Splits
+from trainer.data.folder import Files, load_folder
 from trainer.data.other_folder import load_only
 
 RED = (255, 0, 0)
@@ -22,7 +23,7 @@ def config(root: Path, **more: Any) -> DataConfig:
 
 
 def load(root: Path, **more: Any) -> Splits:
-    return load_splits(config(root, **more))
+    return load_folder(config(root, **more))
 
 
 def names(files: Files, root: Path) -> list[str]:

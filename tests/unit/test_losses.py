@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from configs.errors import ConfigError
-from configs.sections import LossConfig
+from configs.loss_section import LossConfig
 from trainer.losses import LOSSES, class_weights
 
 LOGITS = [[2.0, -1.0, 0.5], [0.0, 1.0, -2.0]]

@@ -34,7 +34,7 @@ def test_built_in_networks_answer_and_learn(name: str, shape: tuple[int, int, in
     logits = model(torch.rand(2, *shape))
     assert logits.shape == (2, 10)
     logits.sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in model.parameters())
 
 
 def test_mlp_is_the_tutorials_network() -> None:

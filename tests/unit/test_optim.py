@@ -169,6 +169,21 @@ def test_norms_and_biases_do_not_decay(decay_all: bool) -> None:
     assert decayed == (everything if decay_all else {"0.weight", "3.weight"})
 
 
+def test_norms_and_biases_learn_at_a_rate_of_their_own_and_decay_as_before() -> None:
+    """One step of SGD from ones, gradient one: 1 - lr (64 + 0.1 / 64 64) and 1 - lr (1 + 0.1)."""
+    model = net()
+    config = OptimConfig(lr=0.01, weight_decay=0.1, decay_norm_and_bias=True, norm_and_bias_lr=64)
+    optimizer = build_optimizer(model, config, CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+            parameter.grad = torch.ones_like(parameter)
+    update(optimizer, None, 0.01)
+    for name, parameter in model.named_parameters():
+        expected = 1 - 0.01 * 1.1 if name in ("0.weight", "3.weight") else 1 - 0.01 * 64.1
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, expected))
+
+
 def test_without_gradient_only_the_decaying_weights_shrink() -> None:
     model = net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.augment_section import AugmentConfig
+from configs.errors import ConfigError
 from trainer.data.erasing import boxes_to_erase, noise
 from trainer.data.order import key_of, random_integers
 
@@ -15,6 +16,25 @@ _ERASING, _NOISE, SIZE, INTERPOLATION = range(9, 13)
 
 _LARGE = 2**16
 """Values of an image beyond which a CPU takes one at a time: a call costs less than memory does for a whole batch."""
+
+
+def shift_reflected(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:
+    """As shift(); what comes in is the image mirrored at its edge pixels. Raises ConfigError where it is too small."""
+    if reach >= min(images.shape[2:]):
+        raise ConfigError(
+            f"data.augment.shift_padding: reflect mirrors less than an image's side of {min(images.shape[2:])} pixels, "
+            f"and shift is {reach}"
+        )
+    rows, columns = (
+        _reflected(torch.arange(side, device=images.device) + (d - reach)[:, None], side)
+        for side, d in zip(images.shape[2:], (dy, dx), strict=True)
+    )
+    batch = torch.arange(len(images), device=images.device)[:, None, None]
+    return images.permute(0, 2, 3, 1)[batch, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _reflected(places: Tensor, side: int) -> Tensor:
+    return side - 1 - (side - 1 - places.abs()).abs()
 
 
 def shift(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:
@@ -63,8 +83,9 @@ class Preprocess:
         augment = self.augment
         if augment.shift:
             dy, dx = (self._draw(kind, epoch, ids, 2 * augment.shift + 1) for kind in (_SHIFT_Y, _SHIFT_X))
-            images = shift(images, dy, dx, augment.shift)
-        mirrored = self._draw(_FLIP, epoch, ids, 2).bool() if augment.flip else None
+            move = shift if augment.shift_padding == "zeros" else shift_reflected
+            images = move(images, dy, dx, augment.shift)
+        mirrored = self._mirrored(epoch, ids) if augment.flip else None
         if self._goes_one_by_one(images):
             images = self._one_by_one(images, mirrored)
         else:
@@ -78,6 +99,13 @@ class Preprocess:
             )
             images = images * cutout_mask(images, y, x, augment.cutout)
         return self._erase(images, epoch, ids.to(self.device)) if augment.erasing else images
+
+    def _mirrored(self, epoch: int, ids: Tensor) -> Tensor:
+        """Bool (B,). Alternating: as drawn for epoch 0, and the other way in each odd one (Jordan,
+        https://arxiv.org/abs/2404.00498)."""
+        if self.augment.flip == "alternating":
+            return self._draw(_FLIP, 0, ids, 2).bool() ^ bool(epoch % 2)
+        return self._draw(_FLIP, epoch, ids, 2).bool()
 
     def _erase(self, images: Tensor, epoch: int, ids: Tensor) -> Tensor:
         erased = boxes_to_erase(images.shape, self.augment.erasing, key_of(self.seed, epoch, _ERASING), ids)

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem
-from configs.known_data import IDX_FILES, IMAGE_FOLDER, KNOWN_DATA, KnownData
+from configs.known_data import ENCODED, IDX_FILES, KNOWN_DATA, KnownData
 from trainer.data import jpeg
 from trainer.data.bad_images import BadImages
-from trainer.data.folder import load_splits
 from trainer.data.idx import read_idx
 from trainer.data.images import EVALUATION, TRAINING, ImageSplit
 from trainer.data.other_folder import load_only
+from trainer.data.splits import load_splits
 
 
 class MapStyle(Protocol):
@@ -61,7 +61,7 @@ class Data:
     mean: tuple[float, ...] | None
     std: tuple[float, ...] | None
     files: dict[str, str] | None = None
-    """Fingerprint of each split's files, where they lie in folders."""
+    """Fingerprint of each split's images, where they are encoded."""
     notes: tuple[str, ...] = ()
     """Lines for the console."""
 
@@ -73,8 +73,8 @@ def load_data(
 
     `bad_images` is where images that cannot be decoded are listed; `alive` is called while a folder is looked through.
     """
-    if config.name == IMAGE_FOLDER:
-        return _load_folder(config, bad_images, alive)
+    if config.name in ENCODED:
+        return _load_encoded(config, bad_images, alive)
     known = KNOWN_DATA.get(config.name)
     if known is not None:
         train, classes = _load_known(known, config, train=True)
@@ -111,7 +111,7 @@ def load_elsewhere(
     return Data(split, split, len(names), names, config.mean, config.std, files_seen, (*notes, jpeg.describe()))
 
 
-def _load_folder(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:
+def _load_encoded(config: DataConfig, bad_images: Path, alive: Callable[[], None]) -> Data:
     splits = load_splits(config, alive)
     num_classes = len(splits.classes)
     if config.num_classes not in (None, num_classes):
@@ -196,7 +196,7 @@ def load_callable(name: str, key: str) -> Any:
     """`module:callable` to the object. Raises ConfigError naming `key` if it cannot be found."""
     module_name, separator, attribute = name.partition(":")
     if not separator:
-        known = ", ".join([*KNOWN_DATA, IMAGE_FOLDER]) if key == "data.name" else "see the documentation"
+        known = ", ".join([*KNOWN_DATA, *ENCODED]) if key == "data.name" else "see the documentation"
         raise ConfigError(f"{key}: {name!r} is neither a known name ({known}) nor module:callable")
     try:
         found = getattr(importlib.import_module(module_name), attribute)

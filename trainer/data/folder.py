@@ -18,6 +18,7 @@ from configs.data_section import DataConfig
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
+from trainer.data.encoded import Splits
 
 # Compared in lower case.
 SUFFIXES = frozenset(b".avif .bmp .gif .jfif .jpe .jpeg .jpg .jp2 .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())
@@ -55,6 +56,9 @@ class Files:
         start = int(self.ends[index - 1]) if index else 0
         return os.fsdecode(os.path.join(self.folder, self.paths[start : int(self.ends[index])]))  # noqa: PTH118  # bytes
 
+    def open(self, index: int) -> str:
+        return self.path(index)
+
 
 @dataclass
 class Found:
@@ -66,17 +70,7 @@ class Found:
     empty: list[bytes] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Both splits of a folder, the classes of its training split, and lines for the console."""
-
-    train: Files
-    evaluation: Files
-    classes: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
-def load_splits(config: DataConfig, alive: Callable[[], None] = lambda: None) -> Splits:
+def load_folder(config: DataConfig, alive: Callable[[], None] = lambda: None) -> Splits:
     """Scan data.root; `alive` is called for each class. Raises ConfigError for what is no folder of classes."""
     train_folder, val_folder = find_splits(config)
     found = scan(train_folder, alive)

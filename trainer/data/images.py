@@ -1,4 +1,4 @@
-"""A folder of images as a data set."""
+"""Encoded images as a data set."""
 
 import errno
 from itertools import chain
@@ -12,7 +12,7 @@ from trainer.data.augment import CROP, INTERPOLATION
 from trainer.data.bad_images import BadImages
 from trainer.data.crops import centre_view, random_view
 from trainer.data.decode import DecodingError, View, read_pixels, whole
-from trainer.data.folder import Files
+from trainer.data.encoded import Encoded
 from trainer.data.order import key_of
 
 TRAINING, EVALUATION = "training", "evaluation"
@@ -20,9 +20,9 @@ TRAINING, EVALUATION = "training", "evaluation"
 
 
 class ImageSplit:
-    """One split of a folder of images; sample i is file i, in the order of the paths' bytes."""
+    """One split; sample i is image i, in the order that `files` have."""
 
-    def __init__(self, files: Files, name: str, config: DataConfig, bad: BadImages | None = None) -> None:
+    def __init__(self, files: Encoded, name: str, config: DataConfig, bad: BadImages | None = None) -> None:
         self.files, self.name = files, name
         self.config = config
         self.bad = bad
@@ -46,7 +46,7 @@ class ImageSplit:
         for number in chain(range(index, len(self)), range(index)):
             path = self.files.path(number)
             try:
-                pixels = self._read(path, view)
+                pixels = self._read(number, path, view)
             except DecodingError as error:
                 if self.bad is None:
                     raise TrainingError(
@@ -84,9 +84,9 @@ class ImageSplit:
             resize = max(side, round(side * config.resize_size / seen))
         return centre_view(side, resize, interpolation)
 
-    def _read(self, path: str, view: View) -> Tensor:
+    def _read(self, index: int, path: str, view: View) -> Tensor:
         try:
-            return read_pixels(path, self.config.channels, view)
+            return read_pixels(self.files.open(index), self.config.channels, view)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
