@@ -214,10 +214,8 @@ def main() -> Never:
     try:
         app(prog_name="lockstep" if Path(sys.argv[0]).name == "lockstep" else "python -m launch")
     except LockstepError as error:
-        from launch.report import problem_lines
-
-        for line in problem_lines(error):
-            say(line, to_stderr=True)
+        for problem in error.problems if isinstance(error, ConfigError) else [error]:
+            say(f"{error.kind}: {problem}", to_stderr=True)
         sys.exit(error.exit_code)
     except signals.StopRequested as stop:
         say(f"stopped by {stop.name} before training had started", to_stderr=True)

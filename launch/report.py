@@ -15,7 +15,6 @@ from configs.errors import (
     CheckpointError,
     ConfigError,
     EnvironmentProblem,
-    LockstepError,
     TrainingError,
 )
 from configs.run_dir import AttemptDir, RunDir, step_name
@@ -96,12 +95,6 @@ def stopped_between(name: str, newest: int | None, resume_command: str) -> Verdi
     place = "no checkpoint" if newest is None else f"checkpoint {step_name(newest)}"
     line = f"stopped by {name} before the restart; {place}; go on with: {resume_command}"
     return Verdict(exit_code_of(name), [line], to_stderr=False)
-
-
-def problem_lines(error: LockstepError) -> list[str]:
-    """`config error: ...`, once for each problem."""
-    problems = error.problems if isinstance(error, ConfigError) else [str(error)]
-    return [f"{error.kind}: {problem}" for problem in problems]
 
 
 def _failed(

@@ -45,7 +45,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_the_launcher_never_imports_torch_nor_the_trainer() -> None:
     code = (
-        "import sys, launch.cli, launch.start, launch.report, launch.supervise\n"
+        "import sys, launch.cli, launch.start, launch.attempts, launch.report, launch.supervise\n"
         "import launch.render, launch.probe, launch.runs_table\n"
         "sys.exit(' '.join({'torch', 'accelerate', 'trainer', 'numpy', 'rich'} & set(sys.modules)))"
     )

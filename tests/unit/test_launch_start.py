@@ -11,6 +11,7 @@ import pytest
 
 from configs.loader import load_config
 from configs.run_dir import AttemptDir, RunDir, step_name
+from launch import attempts as to_the_end
 from launch import start
 from launch.options import Options
 from launch.plan import LaunchPlan
@@ -39,7 +40,7 @@ class Launcher:
         self.run = RunDir(folder / "x")
         self.run.path.mkdir()
         self.attempts: list[Attempt] = []
-        monkeypatch.setattr(start, "_attempt", self._attempt)
+        monkeypatch.setattr(to_the_end, "attempt_once", self._attempt)
 
     def train(self, *attempts: Attempt, **launch: Any) -> int:
         self.attempts = list(attempts)
@@ -48,7 +49,7 @@ class Launcher:
         self.job = start._plan_training(
             lambda: load_config(self.folder / "x.yaml", settings), NameRequest("x", "x"), self.options
         )
-        code = start._train(self.job, self.run, self.options)
+        code = to_the_end.train(self.job, self.run, self.options)
         assert self.attempts == []
         return code
 

@@ -18,7 +18,7 @@ import pytest
 from configs.contract import WorkerPlan
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
-from launch import start, supervise
+from launch import attempts, supervise
 from launch.follow import LogFollower
 from launch.options import Options
 from launch.plan import LaunchPlan
@@ -192,8 +192,8 @@ def test_a_signal_to_torchrun_is_one_to_the_run(tmp_path: Path, number: signal.S
 def test_a_signal_after_the_end_changes_nothing(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "done")
     raise_on_stop()
-    verdict = start._run(plan, RunDir(tmp_path / "runs/demo"), Options(), StopSignals())
-    assert start._finish(verdict) == 0
+    verdict = attempts._run(plan, RunDir(tmp_path / "runs/demo"), Options(), StopSignals())
+    assert attempts.finish(verdict) == 0
     for number in STOP_SIGNALS:
         os.kill(os.getpid(), number)
 
