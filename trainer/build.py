@@ -76,9 +76,11 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     weight = context.together(lambda: _class_weights(run, data))
     weight = weight if weight is None else weight.to(device)
     teacher = context.together(lambda: load_teacher(config, context, data, shape)) if trains else None
+    taught_by = None if teacher is None else teacher.sha256
+    check_same(context, {"loss.teacher": taught_by}, "the ranks see different weights of the teacher")
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
     facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
-    facts["teacher"] = None if teacher is None else teacher.sha256
+    facts["teacher"] = taught_by
     if config.virtual_shards:
         _check_machines(context, facts)
     console = _console(run, context)

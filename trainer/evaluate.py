@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.errors import TrainingError
+from configs.errors import ConfigError, TrainingError
 from configs.sections import EvalConfig
 from trainer.calibration import BinSums, confidence_of
 from trainer.data.augment import Preprocess
@@ -155,6 +155,8 @@ class Evaluator:
         images = self.preprocess.normalise(images)
         logits = self._both_ways(context, images)
         if reach := self.config.shift:
+            if reach >= min(images.shape[2:]):
+                raise ConfigError(f"eval.shift is {reach} and the images have {min(images.shape[2:])} pixels; use less")
             padded = F.pad(images, (reach,) * 4, "reflect")
             height, width = images.shape[2:]
             up, down = padded[:, :, 2 * reach :, 2 * reach :], padded[:, :, :height, :width]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from configs.augment_section import AugmentConfig
+from configs.errors import ConfigError
 from configs.loss_section import LossConfig
 from configs.sections import EvalConfig
 from tests.dist import toys
@@ -205,6 +206,17 @@ def test_shifted_views_count_half(tmp_path: Path) -> None:
     ((row,),) = in_ranks(tmp_path, 1, score)
     pixels = np.pad(image[0, 0].numpy(), 2, mode="reflect") / 255
     assert row == pytest.approx([pixels[2, 2] / 2 + pixels[0, 0] / 4 + pixels[4, 4] / 4, 0.0])
+
+
+def test_a_shift_as_far_as_the_image_is_refused(tmp_path: Path) -> None:
+    def score(context: RunContext) -> str:
+        scorer = evaluator(Corner(), image, [0], 5, "sharded")
+        with pytest.raises(ConfigError) as caught:
+            replace(scorer, config=EvalConfig(shift=8)).evaluate(context, averaged_tensors(scorer.model))
+        return str(caught.value)
+
+    image = images_of(1)
+    assert in_ranks(tmp_path, 1, score) == ["eval.shift is 8 and the images have 8 pixels; use less"]
 
 
 class Corner(nn.Module):
