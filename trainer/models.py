@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 from configs.known_models import is_library_model, is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
 from trainer.data.datasets import load_callable
-from trainer.whitened import WhitenedCNN
+from trainer.whitened import WhitenedCNN, check_image
 
 
 class MLP(nn.Module):
@@ -69,6 +69,7 @@ class MnistCNN(nn.Module):
 
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int], width: int = 32) -> None:
         super().__init__()
+        check_image("mnist_cnn", image_shape, 12)
         self.features = nn.Sequential(
             _conv(image_shape[0], width, kernel=4, stride=2),
             _conv(width, width),

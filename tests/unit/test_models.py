@@ -27,6 +27,15 @@ def test_schema_and_trainer_know_the_same_names() -> None:
     assert set(BUILT_IN) == set(BUILT_IN_MODELS)
 
 
+@pytest.mark.parametrize(("name", "side"), [("mnist_cnn", 12), ("whitened_cnn", 9)])
+def test_the_smallest_images_that_a_network_takes(name: str, side: int) -> None:
+    assert build(name, shape=(1, side, side))(torch.rand(2, 1, side, side)).shape == (2, 10)
+    with pytest.raises(
+        ConfigError, match=rf"{name} takes images of {side} x {side} pixels or more, not {side} x {side - 1}"
+    ):
+        build(name, shape=(1, side, side - 1))
+
+
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 @pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
 def test_built_in_networks_answer_and_learn(name: str, shape: tuple[int, int, int]) -> None:

@@ -59,7 +59,9 @@ def number_classes(
     if num_classes not in (None, len(names)):
         raise ConfigError(f"data.num_classes is {num_classes} but {what} has {len(names)} classes")
     if len(names) < 2:
-        raise ConfigError(f"{what} has {', '.join(names) or 'no class'}; wanted are two classes or more")
+        raise ConfigError(
+            f"{what} has {f'the class {names[0]} alone' if names else 'no class'}; wanted are two or more"
+        )
     are_places = largest is not None and largest < len(names)
     numbers = {str(number) if are_places else name: number for number, name in enumerate(names)}
     return names, _numbered(found, inverse, numbers, what), _numbered(seen, place, numbers, what)
