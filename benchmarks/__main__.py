@@ -6,6 +6,7 @@ exit 1 means that something is worse than benchmarks/expected.json tolerates.
 """
 
 import argparse
+import compileall
 import importlib
 import sys
 from collections.abc import Mapping
@@ -55,6 +56,8 @@ def check(names: list[str], rounds: int | None) -> int:
 
 def run(comparisons: Mapping[str, int | None], title: str) -> list[Row]:
     """Measure, each in so many rounds; print the table; write benchmarks/out/TITLE.json and .svg."""
+    for package in ("configs", "launch", "trainer"):  # as a second start finds them, also with PYTHONDONTWRITEBYTECODE
+        compileall.compile_dir(ROOT / package, quiet=2)
     machine = describe_machine()
     print(header(machine), flush=True)
     rows: list[Row] = []
