@@ -3,20 +3,18 @@
 import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from configs.derive import BatchPlan
-from configs.errors import ConfigError
 from configs.loss_section import LossConfig
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from trainer import summary
 from trainer.agreement import WithSignals
 from trainer.console import Console
-from trainer.data import jpeg
 from trainer.data.augment import Preprocess
 from trainer.data.datasets import Data, MapStyle, TensorSplit, as_image_tensor, known_labels, load_data, load_elsewhere
 from trainer.data.mixing import Mixing
@@ -25,11 +23,11 @@ from trainer.data.policies import Policy
 from trainer.data.sampling import draw, sampling_weights
 from trainer.data.source import Source, build_source, check_loaders, choose_residency, materialise
 from trainer.evaluate import Evaluator
+from trainer.facts import check_machines, check_same, facts_of
 from trainer.faults import Faults
 from trainer.guard import Guard
 from trainer.job import Job
 from trainer.losses import LOSSES, class_weights
-from trainer.machine import DECIDES_BITS, facts_of_machine
 from trainer.metrics import LossWindow
 from trainer.models import may_draw, rank_bound_layers
 from trainer.multistep import check_multistep
@@ -79,10 +77,10 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     taught_by = None if teacher is None else teacher.sha256
     check_same(context, {"loss.teacher": taught_by}, "the ranks see different weights of the teacher")
     evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
-    facts = _facts(run, context, data, model, batch) | {"channels_last": channels_last}
-    facts["teacher"] = taught_by
+    more = {"channels_last": channels_last, "teacher": taught_by}
+    facts = facts_of(run.plan, context, data, rank_bound_layers(model), batch) | more
     if config.virtual_shards:
-        _check_machines(context, facts)
+        check_machines(context, facts)
     console = _console(run, context)
     saver = _saver(run, context, console)
     # After the evaluator has its copy, which computes nothing twice.
@@ -152,12 +150,6 @@ def _class_weights(run: "Run", data: Data) -> Tensor | None:
     if run.plan.mode == "eval":
         return None
     return class_weights(run.plan.config.loss, data.num_classes, known_labels(data.train))
-
-
-def _check_machines(context: RunContext, facts: dict[str, Any]) -> None:
-    machine = {name: facts[name] for name in (*DECIDES_BITS, "decoder")} | {"torch": facts["versions"]["torch"]}
-    fix = "use machines of one kind, or virtual_shards: 0"
-    check_same(context, machine, "virtual_shards: the ranks would not compute the same bits", fix)
 
 
 def _faults(run: "Run", context: RunContext, saver: Saver) -> Faults | None:
@@ -232,40 +224,6 @@ def _console(run: "Run", context: RunContext) -> Console:
 def _saver(run: "Run", context: RunContext, console: Console) -> Saver:
     config, folder = run.plan.config, run.run_dir.checkpoints
     return Saver(context, folder, config.checkpoint.keep, config.launch, console.post)
-
-
-def _facts(run: "Run", context: RunContext, data: Data, model: nn.Module, batch: BatchPlan) -> dict[str, Any]:
-    """What a checkpoint says of its run; resume.py compares some of it."""
-    config = run.plan.config
-    return facts_of_machine(context, run.plan) | {
-        "config": config.model_dump(mode="json"),
-        "classes": None if data.classes is None else list(data.classes),
-        "num_classes": data.num_classes,
-        "files": data.files,
-        "num_train": len(data.train),
-        "num_eval": len(data.evaluation),
-        "global_batch_size": batch.global_batch_size,
-        "drop_last": config.drop_last,
-        "dtype": config.dtype,
-        "optimizer": config.optim.name,
-        "rank_bound_layers": rank_bound_layers(model),
-        "world_size": context.world_size,
-        "virtual_shards": config.virtual_shards,
-        # Of an ordinary run it follows from the number of processes.
-        "micro_batch": batch.max_micro_batch if config.virtual_shards else None,
-        "decoder": None if data.files is None else jpeg.decoders(),
-        "versions": summary.versions(),
-    }
-
-
-def check_same(context: RunContext, mine: dict[str, Any], what: str, fix: str = "they must be the same on all") -> None:
-    """Raise ConfigError on all ranks, saying `what` and `fix`, if theirs differ from rank 0's."""
-    everyones = context.gather_objects(mine)
-    for rank, theirs in enumerate(everyones):
-        changed = [key for key in theirs if theirs[key] != everyones[0][key]]
-        if changed:
-            values = ", ".join(f"{key}: {everyones[0][key]} on rank 0, {theirs[key]} on rank {rank}" for key in changed)
-            raise ConfigError(f"{what}: {values}; {fix}")
 
 
 def prepare(

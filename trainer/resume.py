@@ -14,8 +14,8 @@ from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.checkpoint import Loaded
 from trainer.disk import in_one_sentence
+from trainer.facts import DECIDES_BITS
 from trainer.job import Job
-from trainer.machine import DECIDES_BITS
 from trainer.memory import told_if_out_of_memory
 from trainer.models import random_layers
 from trainer.optim import persistent_buffers

@@ -11,7 +11,7 @@ import torch
 from configs.contract import Outcome
 from configs.errors import ConfigError
 from tests.dist.harness import exit_statuses, in_ranks, run, start, tiny_config
-from trainer.build import check_same
+from trainer.facts import check_same
 from trainer.runtime import RunContext
 
 

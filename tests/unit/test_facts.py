@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.machine import processor_name
+from trainer.facts import processor_name
 
 
 @pytest.mark.parametrize(
