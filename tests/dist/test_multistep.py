@@ -85,7 +85,7 @@ def test_no_update_lands_from_a_bad_one_on(tmp_path: Path) -> None:
         (1, {"max_per_device_batch_size": 4}, "accumulation (max_per_device_batch_size)"),
         (1, {"ema__half_life_samples": 40.0}, "ema"),
         (1, {"model": {"name": "tests.dist.toys:WithDropout"}}, "dropout"),
-        (1, {"model": {"name": "mnist_cnn"}}, "layers with buffers, such as BatchNorm"),
+        (1, {"model": {"name": "small_resnet"}}, "layers with buffers, such as BatchNorm"),
         (1, {"data__residency": "stream", "data__num_workers": 0}, "data that are not resident"),
         (1, {"nonfinite": "skip"}, "nonfinite: skip or rollback, or guard.spike_factor"),
     ],
