@@ -202,9 +202,13 @@ def _merge(from_file: dict[str, _Setting], from_arguments: dict[str, _Setting]) 
     return {key: setting for key, setting in from_file.items() if key not in replaced} | from_arguments
 
 
+_MOST_ROUNDS = 50
+"""What stands in for a setting that was dropped may break the rule that dropped it."""
+
+
 def _validate(settings: dict[str, _Setting], problems: _Problems) -> RunConfig:
     """The config of the valid settings. Each round drops the bad ones, so that rules across knobs are checked too."""
-    while True:
+    for _ in range(_MOST_ROUNDS):
         try:
             return RunConfig.model_validate(_nested(settings))
         except ValidationError as invalid:
@@ -213,6 +217,8 @@ def _validate(settings: dict[str, _Setting], problems: _Problems) -> RunConfig:
             bad = {key for error in errors for key in _blame(error, settings, problems)}
         needed = {key: _Setting(1, settings[key].place) for pair in ONE_OF for key in pair if key in bad}
         settings = {key: setting for key, setting in settings.items() if key not in bad} | needed
+    problems.raise_if_any()
+    raise AssertionError("settings that are told of in each round, and no problem")
 
 
 def _nested(settings: dict[str, _Setting]) -> dict[str, Any]:

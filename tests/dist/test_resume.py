@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from tests import splitmix
 from tests.dist.harness import Attempt, finished, run, tiny_config, wait_for
 from tests.dist.test_any_world_size import ids_read
-from trainer import checkpoint, summary
+from trainer import checkpoint, facts, summary
 
 
 def killed(path: Path, config: RunConfig, world_size: int, at: int, more: dict[str, str] | None = None) -> Attempt:
@@ -171,7 +171,7 @@ def test_what_a_resume_elsewhere_changes_is_said_layer_by_layer(
         same = finished(tmp_path / name, config, 1)
         assert "goes on elsewhere" not in same.log()
     run(tmp_path / "torch", dropout, 1, {"STOP_AT": "3"})
-    monkeypatch.setattr(summary, "versions", lambda: {"torch": "9.9"})
+    monkeypatch.setattr(facts, "versions", lambda: {"torch": "9.9"})
     now = finished(tmp_path / "torch", dropout, 1)
     assert f"goes on elsewhere (torch {torch.__version__} -> 9.9): " in now.log()
     assert "other random numbers from here on in net.3" in now.log()

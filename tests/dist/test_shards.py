@@ -305,3 +305,13 @@ def test_a_probe_measures_what_the_mode_costs(tmp_path: Path) -> None:
     assert min(found.values()) > 0
     assert set(taken) == {("plain", 2, 4), ("plain", 1, 4), ("shards", 2, 4)}
     assert taken[0::3] == taken[:1] * (len(taken) // 3)  # they take turns
+
+
+def test_a_rollback_and_a_rank_without_samples_with_loader_workers(tmp_path: Path) -> None:
+    """The workers after a rollback need a folder of their own; a rank that no batch has a sample for reads nothing."""
+    streamed = {"data__residency": "stream", "data__num_workers": 1}
+    for ranks in (1, 2):
+        finished(tmp_path / f"back-{ranks}", config_of("rollback", **streamed), ranks, RAGGED)
+    few = config_of("mlp", global_batch_size=4, virtual_shards=4, max_epochs=3, **streamed)
+    one = finished(tmp_path / "few-1", few, 1, {"TRAIN_SIZE": "2"})
+    assert_same_bits(one, finished(tmp_path / "few-4", few, 4, {"TRAIN_SIZE": "2"}))

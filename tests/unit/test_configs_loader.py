@@ -622,3 +622,10 @@ def test_differences_do_not_hide_in_long_values() -> None:
 def test_the_loader_imports_neither_torch_nor_accelerate() -> None:
     code = "import sys, configs.loader; sys.exit(' '.join({'torch', 'numpy', 'accelerate'} & set(sys.modules)) or 0)"
     subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=True)
+
+
+def test_rules_that_contradict_each_other_end(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("max_epochs: 1\nglobal_batch_size: 8\n")
+    given = ["virtual_shards=4", "per_device_batch_size=8", "global_batch_size=null"]
+    with pytest.raises(ConfigError, match="virtual_shards needs global_batch_size"):
+        load_config(tmp_path / "x.yaml", given)

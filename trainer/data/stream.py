@@ -137,9 +137,20 @@ class StreamSource:
     def training(self, batches: Iterator[RankBatch]) -> Iterator[tuple[RankBatch, list[tuple[Tensor, Tensor]]]]:
         """Each batch with the images and labels of its micro-batches. One set of workers serves the whole run."""
         ours, ahead = tee(batches)
-        workers = self._start(request for batch in ahead for request in self._requests(batch))
+        workers = self._start(self._all_requests(ahead))
         for batch in ours:
             yield batch, [self._to_device(workers.next(request)) for request in self._requests(batch)]
+
+    def _all_requests(self, batches: Iterator[RankBatch]) -> Iterator[Request]:
+        """Without end, but for a rank that no batch of a whole epoch has a sample for: none ever will."""
+        last = None
+        for batch in batches:
+            last = batch.epoch if last is None else last
+            for request in self._requests(batch):
+                last = batch.epoch
+                yield request
+            if batch.epoch > last + 1:
+                return
 
     def _requests(self, batch: RankBatch) -> list[Request]:
         """One for each micro-batch. All images of a global batch are of one size, whoever reads them."""

@@ -222,6 +222,7 @@ def tidy_up() -> None:
         worker.kill()
         worker.join()
     shutil.rmtree(_folder(), ignore_errors=True)
+    _folder.cache_clear()  # a rollback trains on, with workers that need another
 
 
 def explained(error: Exception, processes: Sequence[BaseProcess]) -> LockstepError | None:
