@@ -139,7 +139,6 @@ class DataConfig(Section):
         given = [name for name in OF_ENCODED_IMAGES if getattr(self, name) != type(self).model_fields[name].default]
         if given and self.name not in ENCODED:
             raise ValueError(f"{', '.join(given)}: only for name: {' or '.join(ENCODED)}, and name is {self.name}")
-        self._check_hugging_face()
         if self.eval_image_size is not None and self.image_size is None:
             raise ValueError("eval_image_size needs image_size")
         seen = self.eval_image_size or self.image_size or math.inf
@@ -161,13 +160,15 @@ class DataConfig(Section):
             raise ValueError(f"mean has {len(self.mean)} channels and the images have channels: {self.channels}")
         return self
 
-    def _check_hugging_face(self) -> None:
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
         if self.name != HUGGING_FACE and self.huggingface != HuggingFaceConfig():
             raise ValueError(f"huggingface: only for name: {HUGGING_FACE}, and name is {self.name}")
         if self.name == HUGGING_FACE and self.huggingface.path is None:
             raise ValueError("name: huggingface needs huggingface.path, a folder or a name on the hub")
         if self.name == HUGGING_FACE and self.val_fraction is not None:
             raise ValueError("name: huggingface takes huggingface.eval_split (train[90%:]) in place of val_fraction")
+        return self
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:

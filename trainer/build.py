@@ -1,6 +1,7 @@
 """The one place that builds everything, in order. Reads like a recipe."""
 
 import copy
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,25 +60,16 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     network = context.together(lambda: _network(run, context, data, shape))
     model, channels_last = network.model, network.channels_last
     run.account.beat()
-    splits = _splits(run, context, data)
-    workers = run.plan.num_workers
-    residency, reason = choose_residency(config.data, splits, device, context.local_world_size, workers)
-    notes = context.together(lambda: check_loaders(run.plan, splits, streams=residency == "stream"))
-    augment = config.data.augment
-    policy = Policy(augment) if augment.changes_single_images and trains else None
-    source, eval_source = (
-        build_source(split, residency, workers, config.seed, data.num_classes, device, run.stop, each)
-        for split, each in zip(splits, (policy, None), strict=True)
-    )
-    preprocess = Preprocess(config.data.augment, config.seed, data.mean, data.std, context.dtype, device)
+    sources, augment = _sources(run, context, data), config.data.augment
+    preprocess = Preprocess(augment, config.seed, data.mean, data.std, context.dtype, device)
     drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
     weight = context.together(lambda: _class_weights(run, data))
     weight = weight if weight is None else weight.to(device)
     teacher = context.together(lambda: load_teacher(config, context, data, shape)) if trains else None
-    taught_by = None if teacher is None else teacher.sha256
-    check_same(context, {"loss.teacher": taught_by}, "the ranks see different weights of the teacher")
-    evaluator = _evaluator(config, model, eval_source, preprocess, data.num_classes, channels_last=channels_last)
-    more = {"channels_last": channels_last, "teacher": taught_by}
+    if teacher is not None:
+        check_same(context, {"loss.teacher": teacher.sha256}, "the ranks see different weights of the teacher")
+    evaluator = _evaluator(config, model, sources.evaluation, preprocess, data.num_classes, channels_last=channels_last)
+    more = {"channels_last": channels_last, "teacher": None if teacher is None else teacher.sha256}
     facts = facts_of(run.plan, context, data, rank_bound_layers(model), batch) | more
     if config.virtual_shards:
         check_machines(context, facts)
@@ -87,9 +79,8 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     lines = [*network.lines, *([recompute(model)] if config.model.checkpointing else [])]
     lines += [] if teacher is None else [teacher.line]
     module, signals = prepare(context, model, compile_it=run.plan.compiles, without_ddp=config.virtual_shards > 0)
-    place = device if residency == "device" else torch.device("cpu")
     has_shards = config.virtual_shards > 0 and trains
-    order = _order(config, context, batch, len(data.train), place, drawn_by)
+    order = _order(config, context, batch, len(data.train), sources.place, drawn_by)
     run.job = job = Job(
         config=config,
         context=context,
@@ -99,7 +90,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         shards=Shards(model, context, order, console.line) if has_shards else None,
         optimizer=build_optimizer(model, config.optim, device),
         ema=None if config.ema.half_life_samples is None else Ema(model, config.ema.half_life_samples),
-        source=source,
+        source=sources.train,
         order=order,
         preprocess=preprocess,
         mixing=Mixing(augment, config.seed, data.num_classes, device) if augment.mixes else None,
@@ -129,7 +120,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         return job, list(data.notes)
     if config.steps_per_execution > 1:
         check_multistep(job)
-    return job, [*summary.plan_screen(job, run.plan, batch, reason), *lines, *data.notes, *notes]
+    return job, [*summary.plan_screen(job, run.plan, batch, sources.reason), *lines, *data.notes, *sources.notes]
 
 
 def _network(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> Network:
@@ -155,6 +146,33 @@ def _class_weights(run: "Run", data: Data) -> Tensor | None:
 def _faults(run: "Run", context: RunContext, saver: Saver) -> Faults | None:
     faults = run.plan.config.faults
     return Faults(faults, context.rank, run.attempt.number, run.run_dir.checkpoints, saver.land) if faults else None
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """Where the batches of both splits are made."""
+
+    train: Source
+    evaluation: Source
+    place: torch.device
+    """Of the sample indices."""
+    reason: str
+    notes: list[str]
+
+
+def _sources(run: "Run", context: RunContext, data: Data) -> _Sources:
+    plan, config, device = run.plan, run.plan.config, context.device
+    splits = _splits(run, context, data)
+    residency, reason = choose_residency(config.data, splits, device, context.local_world_size, plan.num_workers)
+    notes = context.together(lambda: check_loaders(plan, splits, streams=residency == "stream"))
+    augment = config.data.augment
+    policy = Policy(augment) if augment.changes_single_images and plan.mode == "train" else None
+    train, evaluation = (
+        build_source(split, residency, plan.num_workers, config.seed, data.num_classes, device, run.stop, each)
+        for split, each in zip(splits, (policy, None), strict=True)
+    )
+    place = device if residency == "device" else torch.device("cpu")
+    return _Sources(train, evaluation, place, reason, notes)
 
 
 def _splits(run: "Run", context: RunContext, data: Data) -> tuple[MapStyle, MapStyle]:

@@ -13,7 +13,7 @@ from configs.errors import ConfigError
 from configs.known_models import is_library_model, is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
 from trainer.data.datasets import load_callable
-from trainer.whitened import WhitenedCNN, check_image
+from trainer.whitened import WhitenedCNN
 
 
 class MLP(nn.Module):
@@ -67,9 +67,11 @@ class MnistCNN(nn.Module):
     """Five convolutions for small grey images: a stride at once, so that most of the work is on 14x14 and 7x7, and the
     strongest answer of each feature, wherever it is, goes to the linear head."""
 
+    MIN_SIDE = 12
+    """Pixels of the smallest images of which something is left."""
+
     def __init__(self, num_classes: int, image_shape: tuple[int, int, int], width: int = 32) -> None:
         super().__init__()
-        check_image("mnist_cnn", image_shape, 12)
         self.features = nn.Sequential(
             _conv(image_shape[0], width, kernel=4, stride=2),
             _conv(width, width),
@@ -178,8 +180,19 @@ def _dense(model: nn.Module) -> nn.Module:
     return model
 
 
+def _check_image(name: str, image_shape: tuple[int, int, int]) -> None:
+    """Raise ConfigError for images of which a built-in network would leave nothing."""
+    side, (_, height, width) = getattr(BUILT_IN[name], "MIN_SIDE", 1), image_shape
+    if min(height, width) < side:
+        raise ConfigError(
+            f"model.name: {name} takes images of {side} x {side} pixels or more, not {height} x {width}; use larger "
+            "ones, or small_resnet"
+        )
+
+
 def _resolve(config: ModelConfig, num_classes: int, image_shape: tuple[int, int, int]) -> tuple[Any, dict[str, Any]]:
     if config.name in BUILT_IN:
+        _check_image(config.name, image_shape)
         return BUILT_IN[config.name], {"num_classes": num_classes, "image_shape": image_shape} | config.args
     if (name := torchvision_name(config.name)) is not None:
         library, has_weights = from_torchvision(), is_published(config.weights)

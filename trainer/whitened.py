@@ -4,12 +4,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.errors import ConfigError
-
 
 class WhitenedCNN(nn.Module):
     """A fixed whitening convolution, three groups of convolutions, each on half the side, the strongest answer of each
     feature, and a head whose logits are scaled down."""
+
+    MIN_SIDE = 9
+    """Pixels of the smallest images of which something is left."""
 
     def __init__(
         self,
@@ -22,7 +23,6 @@ class WhitenedCNN(nn.Module):
         """`depth` is of a group, in convolutions; from 3 on it has a shortcut. `norm_momentum` is the weight of a new
         batch in BatchNorm's running statistics."""
         super().__init__()
-        check_image("whitened_cnn", image_shape, 9)
         self.whitening = Whitening(image_shape[0])
         before = (self.whitening.width, *widths)
         self.groups = nn.Sequential(
@@ -37,16 +37,6 @@ class WhitenedCNN(nn.Module):
         features = self.groups(F.gelu(self.whitening(images)))
         logits: Tensor = self.head(F.max_pool2d(features, features.shape[2:]).flatten(1))
         return logits / 9
-
-
-def check_image(name: str, image_shape: tuple[int, int, int], side: int) -> None:
-    """Raise ConfigError for images that are too small for a network that makes them smaller."""
-    if min(image_shape[1:]) < side:
-        height, width = image_shape[1:]
-        raise ConfigError(
-            f"model.name: {name} takes images of {side} x {side} pixels or more, not {height} x {width}; use larger "
-            "ones, or small_resnet"
-        )
 
 
 class Whitening(nn.Module):

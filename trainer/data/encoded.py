@@ -1,5 +1,6 @@
 """What data sets of encoded images have in common, whatever they lie in: files, tars or Arrow tables."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -38,6 +39,19 @@ class Splits:
     evaluation: Encoded
     classes: tuple[str, ...]
     notes: tuple[str, ...]
+
+
+def name_at(names: bytes, ends: NDArray[np.int64], index: int) -> bytes:
+    """Number `index` of names that lie in one piece of memory; each ends where `ends` (N,) says."""
+    return names[int(ends[index - 1]) if index else 0 : int(ends[index])]
+
+
+def held_back(names: Sequence[bytes], fraction: float) -> list[bool]:
+    """Of one class: which are for evaluation, as the hash of the name is below `fraction` as a share of all hashes. So
+    none changes sides when others come or go. The one with the largest hash never is."""
+    hashes = [int.from_bytes(hashlib.sha256(name).digest()[:8], "big") for name in names]
+    last = max(range(len(names)), key=lambda number: (hashes[number], names[number]))
+    return [value < int(fraction * 2**64) and number != last for number, value in enumerate(hashes)]
 
 
 def number_classes(

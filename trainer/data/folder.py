@@ -18,7 +18,7 @@ from configs.data_section import DataConfig
 from configs.derive import counted
 from configs.errors import ConfigError, EnvironmentProblem
 from configs.folders import find_splits
-from trainer.data.encoded import Splits
+from trainer.data.encoded import Splits, held_back, name_at
 
 # Compared in lower case.
 SUFFIXES = frozenset(b".avif .bmp .gif .jfif .jpe .jpeg .jpg .jp2 .pbm .pgm .png .pnm .ppm .tif .tiff .webp".split())
@@ -53,8 +53,7 @@ class Files:
 
     def path(self, index: int) -> str:
         """Absolute; bytes that are no UTF-8 as os.fsdecode has them."""
-        start = int(self.ends[index - 1]) if index else 0
-        return os.fsdecode(os.path.join(self.folder, self.paths[start : int(self.ends[index])]))  # noqa: PTH118  # bytes
+        return os.fsdecode(os.path.join(self.folder, name_at(self.paths, self.ends, index)))  # noqa: PTH118  # bytes
 
     def open(self, index: int) -> str:
         return self.path(index)
@@ -189,17 +188,12 @@ def _identity(folder: bytes) -> tuple[int, int]:
 
 
 def split(classes: dict[bytes, list[Entry]], fraction: float) -> tuple[dict[bytes, list[Entry]], ...]:
-    """(training, evaluation): a file is for evaluation if the hash of its path, as a share of all hashes, is below
-    `fraction`. So no file changes sides when others come or go. The one with the largest hash always stays."""
-    train, val = dict[bytes, list[Entry]](), dict[bytes, list[Entry]]()
+    """(training, evaluation), each class by the paths of its files; see held_back()."""
+    sides = dict[bytes, list[Entry]](), dict[bytes, list[Entry]]()
     for name, entries in classes.items():
-        hashed = sorted((hashlib.sha256(entry.path).digest()[:8], entry) for entry in entries)
-        limit = int(fraction * 2**64)
-        low = [entry for digest, entry in hashed[:-1] if int.from_bytes(digest, "big") < limit]
-        train[name] = [entry for _, entry in hashed[len(low) :]]
-        if low:
-            val[name] = low
-    return train, val
+        for entry, is_held in zip(entries, held_back([entry.path for entry in entries], fraction), strict=True):
+            sides[is_held].setdefault(name, []).append(entry)
+    return sides
 
 
 def files_of(folder: Path, classes: dict[bytes, list[Entry]], order: list[bytes]) -> Files:

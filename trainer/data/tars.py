@@ -17,7 +17,7 @@ from configs.data_section import DataConfig
 from configs.errors import ConfigError
 from configs.folders import find_splits
 from trainer.data.decode import DecodingError
-from trainer.data.encoded import Splits, number_classes
+from trainer.data.encoded import Splits, held_back, name_at, number_classes
 from trainer.data.tar_index import Member, Shard, index_of
 
 CLASSES = "classes.txt"
@@ -45,8 +45,7 @@ class Tars:
         return len(self.labels)
 
     def path(self, index: int) -> str:
-        start = int(self.ends[index - 1]) if index else 0
-        return f"{self.paths[self.shard[index]]}/{self.names[start : self.ends[index]].decode('utf-8', 'replace')}"
+        return f"{self.paths[self.shard[index]]}/{name_at(self.names, self.ends, index).decode('utf-8', 'replace')}"
 
     def open(self, index: int) -> BinaryIO:
         size = int(self.size[index])
@@ -108,19 +107,15 @@ def _samples(shards: Sequence[Shard]) -> list[Sample]:
 
 
 def split(samples: Sequence[Sample], fraction: float) -> tuple[list[Sample], list[Sample]]:
-    """(training, evaluation): by the hash of a sample's name as a share of all hashes, as folder.split() does. The one
-    of each class with the largest hash always stays."""
-    hashes = [int.from_bytes(hashlib.sha256(_bytes(member.name)).digest()[:8], "big") for _, member in samples]
-    largest: dict[str, int] = {}
-    for number, (_, member) in enumerate(samples):
-        best = largest.setdefault(member.label, number)
-        if hashes[number] > hashes[best]:
-            largest[member.label] = number
-    stays = set(largest.values())
-    limit, sides = int(fraction * 2**64), (list[Sample](), list[Sample]())
-    for number, sample in enumerate(samples):
-        sides[hashes[number] < limit and number not in stays].append(sample)
-    return sides
+    """(training, evaluation) in their order, each class by the names of its samples; see held_back()."""
+    classes: dict[str, list[Sample]] = {}
+    for sample in samples:
+        classes.setdefault(sample[1].label, []).append(sample)
+    held = set[Sample]()
+    for own in classes.values():
+        flags = held_back([_bytes(member.name) for _, member in own], fraction)
+        held.update(sample for sample, is_held in zip(own, flags, strict=True) if is_held)
+    return [sample for sample in samples if sample not in held], [sample for sample in samples if sample in held]
 
 
 def _class_names(root: Path) -> tuple[str, ...] | None:
