@@ -162,6 +162,16 @@ def test_weights_norms_and_losses_are_those_of_the_ordinary_step(tmp_path: Path,
         torch.testing.assert_close(sharded.weights()[name], tensor, rtol=1e-12, atol=1e-14)
 
 
+def test_spikes_are_judged_by_the_mean_loss_of_each_batch(tmp_path: Path) -> None:
+    """Of ragged ones too, whose sum is smaller."""
+    guarded: dict[str, Any] = {"dtype": "float64", "guard": {"spike_factor": 100.0, "spike_window_steps": 10}}
+    plain = finished(tmp_path / "plain", tiny_config(global_batch_size=8, **guarded), 1, RAGGED)
+    sharded = finished(tmp_path / "sharded", config_of("mlp", **guarded), 2, RAGGED)
+    recent, expected = (run.checkpoint().state["train_state"]["recent_losses"] for run in (sharded, plain))
+    assert len(recent) >= 8
+    assert recent == pytest.approx(expected, rel=1e-12)
+
+
 def test_running_statistics_take_in_the_shards_in_their_order(tmp_path: Path) -> None:
     """One step by hand: momentum 0.1, the unbiased variance of each shard of two samples in turn."""
     config = config_of("batchnorm", max_epochs=1, ema__half_life_samples=None)
