@@ -9,15 +9,16 @@ import argparse
 import compileall
 import importlib
 import sys
+import traceback
 from collections.abc import Mapping
 
 from benchmarks.check import load_expected, regressions
-from benchmarks.harness import ROOT, Row, describe_machine, header, remarks, save, table
+from benchmarks.harness import ROOT, Row, describe_machine, header, not_measured, remarks, save, table
 from benchmarks.picture import draw
 
 # Each is a module here with `measure(rounds: int | None) -> list[Row]`; None = its own number of rounds.
 DEFAULT = (
-    *("tutorial", "unrolled", "ddp", "startup", "ranks", "exit", "cli", "checkpoint", "shards", "accuracy"),
+    *("tutorial", "parts", "unrolled", "ddp", "startup", "ranks", "exit", "cli", "checkpoint", "shards", "accuracy"),
     *("frameworks", "metrics", "photographs", "mnist"),
 )
 ALL = (*DEFAULT, "gpu")
@@ -61,15 +62,25 @@ def run(comparisons: Mapping[str, int | None], title: str) -> list[Row]:
     machine = describe_machine()
     print(header(machine), flush=True)
     rows: list[Row] = []
+    path = ROOT / "benchmarks" / "out" / f"{title}.json"
     for name, rounds in comparisons.items():
         print(f"measuring {name} ...", file=sys.stderr, flush=True)
-        rows += importlib.import_module(f"benchmarks.{name}").measure(rounds)
+        rows += measured(name, rounds)
+        save(path, machine, rows)
     print("\n".join(["", table(rows), "", *remarks(rows)]))
-    path = ROOT / "benchmarks" / "out" / f"{title}.json"
-    save(path, machine, rows)
     picture = path.with_suffix(".svg")
     picture.write_text(draw(rows, f"{machine['cpu']}, {machine['cores']} cores, {machine['date']}"), encoding="utf-8")
     print(f"all values: {path.relative_to(ROOT)}, as a picture: {picture.relative_to(ROOT)}")
+    return rows
+
+
+def measured(name: str, rounds: int | None) -> list[Row]:
+    """One comparison's rows. One that fails leaves the others theirs: it is a row with the reason, and a traceback."""
+    try:
+        rows: list[Row] = importlib.import_module(f"benchmarks.{name}").measure(rounds)
+    except Exception as error:
+        traceback.print_exc()
+        return [not_measured(name, f"{type(error).__name__}: {error}".splitlines()[0])]
     return rows
 
 

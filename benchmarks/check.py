@@ -34,11 +34,14 @@ class Expected:
 
     comparisons: Mapping[str, int | None]
     rows: Mapping[str, Expectation]
+    met: Sequence[str] = ()
+    """Rows whose target must be met: accuracies, pixels."""
 
     def only(self, names: Sequence[str]) -> "Expected":
         """Of these comparisons alone."""
         rounds = {name: self.comparisons.get(name) for name in names}
-        return Expected(rounds, {key: row for key, row in self.rows.items() if key.partition("/")[0] in rounds})
+        rows = {key: row for key, row in self.rows.items() if key.partition("/")[0] in rounds}
+        return Expected(rounds, rows, [key for key in self.met if key.partition("/")[0] in rounds])
 
     def unkept(self) -> list[str]:
         """Comparisons that nothing is kept of, so that they could not fail."""
@@ -48,14 +51,23 @@ class Expected:
 
 def load_expected(path: Path = EXPECTED) -> Expected:
     content = json.loads(path.read_text(encoding="utf-8"))
-    return Expected(content["comparisons"], {key: Expectation(**row) for key, row in content["rows"].items()})
+    rows = {key: Expectation(**row) for key, row in content["rows"].items()}
+    return Expected(content["comparisons"], rows, content["met"])
 
 
 def regressions(rows: Sequence[Row], expected: Expected) -> list[str]:
     """A sentence for each expected row that is worse than tolerated, or that nobody measured."""
     found = {row.key: row for row in rows}
     sentences = [sentence_on(key, found.get(key), row) for key, row in expected.rows.items()]
+    sentences += [unmet_sentence(key, found.get(key)) for key in expected.met]
     return [sentence for sentence in sentences if sentence]
+
+
+def unmet_sentence(key: str, row: Row | None) -> str:
+    """Empty where the target is met."""
+    if row is None or row.value is None:
+        return sentence_on(key, row, Expectation(0.0, "higher", 0.0))
+    return "" if row.is_met else f"{key} is {row.result}, and the target is {row.target}."
 
 
 def sentence_on(key: str, row: Row | None, expected: Expectation) -> str:

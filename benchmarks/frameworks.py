@@ -66,7 +66,11 @@ def measure(rounds: int | None = None) -> list[Row]:
             except environments.NotInstallable as reason:
                 missing[peer.name] = str(reason)
         measured = in_turn(variants, rounds or ROUNDS)
-    return rows_of(measured) + [not_measured(f"frameworks/{name}", why) for name, why in missing.items()]
+    rows = rows_of(measured)
+    if missing:  # who is the fastest is known of all of them only
+        why = f"{', '.join(missing)} could not be installed"
+        rows = [not_measured("frameworks/steady", why) if row.key == "frameworks/steady" else row for row in rows]
+    return rows + [not_measured(f"frameworks/{name}", why) for name, why in missing.items()]
 
 
 def interpreter(peer: Peer) -> str | None:

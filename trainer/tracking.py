@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -11,6 +12,10 @@ from torch import Tensor
 from configs.contract import write_atomically
 from configs.run_dir import RunDir
 from trainer.disk import in_one_sentence
+
+_SHOWN_EVERY_S = 10.0
+"""So often points go to TensorBoard's thread, which takes the interpreter from the training each time: 0.4 ms for a
+single one."""
 
 
 def as_json(metrics: dict[str, float]) -> dict[str, float | None]:
@@ -29,6 +34,9 @@ class Tracker:
         self._resumed_step = resumed_step
         self._config = config
         self._writer: Any = None
+        self._pending: list[tuple[int, dict[str, float], float]] = []
+        """Points that TensorBoard does not have yet: step, metrics, and when in seconds since the epoch."""
+        self._shown = float("-inf")
         self._keep_until(run_dir.metrics, resumed_step, metrics_bytes)
         self._lines: IO[str] = open(run_dir.metrics, "a", encoding="utf-8")  # noqa: SIM115  # open as long as the run
 
@@ -41,11 +49,18 @@ class Tracker:
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """In TensorBoard only: what result.json holds too needs no line, which an end that is killed would double."""
+        self._pending.append((step, dict(metrics), time.time()))
+        if time.monotonic() - self._shown >= _SHOWN_EVERY_S:
+            self._show_pending()
+
+    def _show_pending(self) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event with all values: add_scalar makes one for each, through a queue and a hash in Python.
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._events().file_writer.add_summary(Summary(value=values), step)
+        for step, metrics, when in self._pending:
+            # One event with all values: add_scalar makes one for each, through a queue and a hash in Python.
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+            self._events().file_writer.add_summary(Summary(value=values), step, when)
+        self._pending, self._shown = [], time.monotonic()
 
     def log_hparams(self, hparams: dict[str, bool | int | float | str], metrics: dict[str, float]) -> None:
         """Settings with the final metrics, in this run: SummaryWriter.add_hparams would open a second one."""
@@ -63,6 +78,8 @@ class Tracker:
         """Give everything so far to the system."""
         with in_one_sentence("write", self._run_dir.path):
             self._lines.flush()
+            if self._pending:
+                self._show_pending()
             if self._writer is not None:
                 self._writer.flush()
 

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import gpu, harness
+from benchmarks import cli, gpu, harness
 from benchmarks.accuracy import difference_row
+from benchmarks.gpu_rate import Rate, rate_of
 from benchmarks.harness import Row, Target, in_turn, not_measured, ratio_row, spread, table
 from benchmarks.marked_net import MARKED, MARKS, MarkedNet, read_marks
 from benchmarks.synthetic import images
+from configs.errors import ConfigError
 
 MACHINE = {"date": "today", "cpu": "a CPU", "cores": 2, "python": "3", "versions": {"torch": "2"}}
 
@@ -107,6 +109,21 @@ def test_a_missed_target_is_told_and_is_no_failure(
     assert saved["machine"]["cores"] >= 1
 
 
+def test_a_comparison_that_fails_leaves_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(rounds: int | None) -> list[Row]:
+        raise RuntimeError("the peer ended with 1:\nits traceback")
+
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(cli, "measure", fails)
+    monkeypatch.setattr(gpu, "measure", lambda rounds: [Row("gpu/x", "a", "b", "0.5", 0.5)])
+    assert command.main(["cli", "gpu"]) == 0
+    assert "not measured: RuntimeError: the peer ended with 1:" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "benchmarks/out/cli-gpu.json").read_text())
+    assert [row["key"] for row in saved["rows"]] == ["cli", "gpu/x"]
+
+
 def test_without_a_gpu_the_reason_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoGpu:
         gpu_reason = "no NVIDIA driver"
@@ -164,3 +181,42 @@ def test_synthetic_images_are_the_same_each_time() -> None:
     assert torch.equal(first.images, again.images)
     assert torch.equal(first.labels, again.labels)
     assert not torch.equal(first.images[:500], images(False).images)
+
+
+# --- the GPU's, as far as a CPU can tell that they run ----------------------------------------------------------------
+
+
+def test_the_rate_of_a_job_is_measured_in_a_process_of_its_own() -> None:
+    data = {"name": "benchmarks.synthetic:images", "num_classes": 10, "residency": "device"}
+    config = gpu.config_of("mlp", data, "no") | {"global_batch_size": 8}
+    rate = rate_of(config, "cpu", steps=1)
+    assert rate.images_per_s > 0
+    assert rate.mfu is None
+
+
+def test_the_bare_loop_of_resnet50_tells_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LARGE_BATCH", 2)
+    monkeypatch.setattr(gpu, "LARGE_STEPS", 1)
+    assert gpu.loop_rate("bf16", "cpu", 32) > 0
+
+
+def test_resnet50_is_compared_with_each_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"": 2.0, "--compile reduce-overhead": 8.0, "--timm": 5.0}
+    monkeypatch.setattr(gpu, "rate_of", lambda config, device: Rate(10.0, 0.4))
+    monkeypatch.setattr(gpu, "loop_rate", lambda precision, device, size, *more, python=None: rates[" ".join(more)])
+    monkeypatch.setattr(gpu.environments, "python_for", lambda name: name)
+    rows = {row.key: row for row in gpu.measure_resnet50("bf16", "cuda", 2)}
+    ratios = {key.removeprefix("gpu/resnet50-bf16"): row.value for key, row in rows.items()}
+    assert ratios == {"": 5.0, "-mfu": None, "-timm": 2.0, "-compiled": 1.25}
+    assert rows["gpu/resnet50-bf16-mfu"].result == "40 %"
+
+
+def test_cifar10_without_its_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(config: object) -> None:
+        raise ConfigError("no CIFAR-10 in data")
+
+    monkeypatch.setattr(gpu, "timed_run", lambda runs, preset, seed, precision: (10.0, 0.99 + seed / 1000))
+    monkeypatch.setattr(gpu, "prepare_data", missing)
+    mnist, top1, cifar10 = gpu.time_to_accuracy()
+    assert (mnist.value, top1.is_met, cifar10.result) == (1.0, True, "not measured: no CIFAR-10 in data")
+    assert gpu.goal_row([(9.0, 0.941), (8.0, 0.939)]).is_met is False

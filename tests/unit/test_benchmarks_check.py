@@ -57,6 +57,14 @@ def test_what_was_not_measured_does_not_pass() -> None:
     assert lines == ["w/x is expected, and no comparison that was run has it.", "w/y is not measured: no network."]
 
 
+def test_a_target_that_must_be_met_is_one_sentence_where_it_is_not() -> None:
+    expected = Expected({"w": None}, {}, ["w/x", "w/y"])
+    rows = [pairs("w/x", [0.5], Target(">=", 0.9)), pairs("w/y", [1.0], Target(">=", 0.9))]
+    assert regressions(rows, expected) == ["w/x is 0.5 (0.5-0.5), and the target is >= 0.9."]
+    assert regressions(rows[1:], expected) == ["w/x is expected, and no comparison that was run has it."]
+    assert expected.only(["other"]).met == []
+
+
 def test_the_kept_ratios_are_of_comparisons_that_the_check_runs() -> None:
     expected = check.load_expected()
     assert expected.comparisons.keys() <= set(command.ALL)
