@@ -11,6 +11,7 @@ from trainer.job import Job
 from trainer.optim import averaged_tensors
 from trainer.snapshot import save
 from trainer.speed import speed_of
+from trainer.tensors import check_after_first_batch
 
 SAVES_FIRST_STEP = ["cuda"]
 """Devices that run out of memory in the first step, if at all: a checkpoint after it is what a restart goes on from."""
@@ -22,6 +23,9 @@ def at_boundary(job: Job) -> bool:
     state, config = job.state, job.config
     if state.batch < job.quiet_until and not job.agreed.save:
         return True
+    if not job.has_checked_tensors:
+        check_after_first_batch(job)
+        job.has_checked_tensors = True
     was_applied = state.skipped_in_a_row == 0
     ends_epoch = state.batch_in_epoch == job.order.batches_per_epoch
     ends = job.is_at_end()

@@ -39,6 +39,7 @@ from trainer.runtime import RunContext
 from trainer.saving import Saver
 from trainer.shards import Shards
 from trainer.teacher import load_teacher
+from trainer.tensors import shapes_of
 from trainer.tracking import NullTracker, SampleLog
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
         preprocess=preprocess,
         mixing=Mixing(augment, config.seed, data.num_classes, device) if augment.mixes else None,
         image_shape=shape,
+        shapes=shapes_of(model),
         may_draw=may_draw(model),
         channels_last=channels_last,
         why_layout=network.why_layout,

@@ -29,6 +29,7 @@ from trainer.saving import Saver
 from trainer.shards import Shards
 from trainer.state import TrainState
 from trainer.stop import StopFlag
+from trainer.tensors import Shapes
 from trainer.tracking import NullTracker, SampleLog, Tracker
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ class Job:
     preprocess: Preprocess
     mixing: Mixing | None
     image_shape: tuple[int, int, int]
+    shapes: Shapes
+    """Of the network's tensors, as it was built."""
     may_draw: bool
     """Whether the network may draw random numbers by itself."""
     channels_last: bool
@@ -117,6 +120,8 @@ class Job:
     clock: Clock = field(default_factory=Clock)
     quiet_until: int = 0
     """At boundaries before this many batches nothing is due."""
+    has_checked_tensors: bool = False
+    """After the first batch of this attempt."""
     pending: Pending | None = None
     last_gradient: list[RemovableHandle] = field(default_factory=list)
     """The hook that tells the account when this rank has computed all its gradients."""

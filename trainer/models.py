@@ -13,6 +13,7 @@ from configs.errors import ConfigError
 from configs.known_models import is_library_model, is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
 from trainer.data.datasets import load_callable
+from trainer.tensors import check_tensors, convert
 from trainer.whitened import WhitenedCNN
 
 
@@ -159,7 +160,8 @@ def build_model(
         raise ConfigError(f"model.name: {config.name} gave a {type(model).__name__}; wanted is a torch.nn.Module")
     if (name := torchvision_name(config.name)) is not None:
         model = from_torchvision().with_channels(model, name, image_shape[0])
-    return _dense(model.to(dtype))
+    check_tensors(model)
+    return _dense(convert(model, dtype=dtype))
 
 
 def _call(build: Any, arguments: dict[str, Any], name: str) -> Any:

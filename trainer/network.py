@@ -19,6 +19,7 @@ from trainer.models import build_model
 from trainer.other_sizes import check_sizes
 from trainer.published import find_published
 from trainer.runtime import RunContext, check_sync_batchnorm
+from trainer.tensors import convert
 from trainer.weights import take_weights
 
 
@@ -61,8 +62,8 @@ def build_network(
     in_evaluation(norms)
     channels_last, why = choose_channels_last(config, model, context.precision)
     if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    return Network(model.to(context.device), channels_last, why, norms, [*lines, *frozen])
+        convert(model, memory_format=torch.channels_last)
+    return Network(convert(model, device=context.device), channels_last, why, norms, [*lines, *frozen])
 
 
 FIRST_IMAGES = 5000

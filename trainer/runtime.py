@@ -68,7 +68,8 @@ class RunContext:
             self._patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_PATIENCE_S))
         self._accelerator = _build_accelerator(plan.device, self.precision)
         assert self._accelerator.num_processes == self.world_size, "Accelerate did not join the ranks"
-        self.device: torch.device = self._accelerator.device
+        # Accelerate says cpu:0 where there are several ranks, to which Module.to makes copies that share nothing.
+        self.device: torch.device = torch.device("cpu") if plan.device == "cpu" else self._accelerator.device
         self.scaler: torch.amp.GradScaler | None = self._accelerator.scaler
 
     @property
@@ -93,7 +94,7 @@ class RunContext:
         with warnings.catch_warnings():
             # torch 2.14 announces a new name for broadcast_buffers, which Accelerate 1.15 and torch 2.8 do not have.
             warnings.filterwarnings("ignore", message=".*broadcast_buffers.*")
-            prepared: nn.Module = self._accelerator.prepare_model(model)
+            prepared: nn.Module = self._accelerator.prepare_model(model, device_placement=False)
         # DDP compares strides of dimensions of size one too, such as those of a class token, where they mean nothing.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         return prepared

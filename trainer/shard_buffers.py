@@ -46,7 +46,8 @@ class BatchNorms:
         layers = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
         for name, layer in layers.items():
             _check(name, layer)
-        norms = [norm for norm in layers.values() if norm.num_batches_tracked is not None]
+        kept = {name: layer for name, layer in layers.items() if layer.num_batches_tracked is not None}
+        self._names, norms = list(kept), list(kept.values())
         self._stats = [b for norm in norms for b in (norm.running_mean, norm.running_var) if b is not None]
         self._counts = [norm.num_batches_tracked for norm in norms if norm.num_batches_tracked is not None]
         self.buffers = [*self._stats, *self._counts]
@@ -58,6 +59,8 @@ class BatchNorms:
             self._layer = self._layer.to(self._stats[0].device)
             self._momentum = self._stats[0].new_tensor([norm.momentum for norm in norms])[self._layer]
         self._seen: list[Tensor] = []
+        self._is_watching = True
+        """In the first batch of an attempt: for statistics that others move."""
         for norm in norms:
             norm.momentum = 1.0  # after a forward pass its buffers hold what it saw, and nothing of before
 
@@ -88,11 +91,23 @@ class BatchNorms:
         weights = (calls > 0)[..., self._layer] * self._momentum
         self.reset()
         running = torch.cat(self._stats)
+        if self._is_watching:
+            self._is_watching = False
+            self._check_called((stats != running) & (calls == 0)[..., self._layer], pieces_by_rank)
         for rank, pieces in enumerate(pieces_by_rank):
             for seen, weight in zip(stats[rank, :pieces], weights[rank, :pieces], strict=True):
                 running = running * (1 - weight) + seen * weight
         torch._foreach_copy_(self._stats, running.split([len(stat) for stat in self._stats]))
         torch._foreach_add_(self._counts, calls.sum((0, 1)).long().unbind())
+
+    def _check_called(self, astray: Tensor, pieces_by_rank: Sequence[int]) -> None:
+        """Raise ConfigError for statistics that moved, (ranks, micro-batches, elements), though no layer was called."""
+        found = [self._layer[astray[rank, :pieces].any(0)] for rank, pieces in enumerate(pieces_by_rank)]
+        if numbers := sorted(set(torch.cat(found).tolist())):
+            raise ConfigError(
+                f"virtual_shards: the statistics of {self._names[numbers[0]]} move without a call of the layer "
+                "(F.batch_norm on them?); call the layer itself"
+            )
 
 
 def _check(name: str, layer: nn.Module) -> None:
@@ -151,5 +166,9 @@ class OtherBuffers:
     @torch.no_grad()
     def _set(self, name: str, value: Tensor) -> None:
         """Into the tensor that it was from the start: others, such as the moving average, know that one."""
+        if value.shape != self._tensors[name].shape:
+            raise ConfigError(
+                f"virtual_shards: the forward pass resizes {name}; give the buffer the size that it keeps"
+            )
         module, _, own = name.rpartition(".")
         setattr(self._model.get_submodule(module), own, self._tensors[name].copy_(value))

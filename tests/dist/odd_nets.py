@@ -159,3 +159,115 @@ class Writes(nn.Module):
 class Put(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         return images.clone().put_(torch.tensor([0]), torch.tensor([1.0]))
+
+
+class SharedBuffer(nn.Module):
+    """One counter in two modules, changed by one and read by the other, and a view of a table."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(64, 16), nn.Linear(16, num_classes)
+        self.body.register_buffer("calls", torch.zeros(1))
+        self.head.register_buffer("calls", self.body.calls)
+        self.register_buffer("table", torch.zeros(2, 16))
+        self.register_buffer("row", self.table[1])  # type: ignore[index]
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.body(images.flatten(1)).relu()
+        if self.training:
+            self.body.calls += 1  # type: ignore[operator]
+            self.table[1] += x.detach().mean(0)  # type: ignore[index]
+        logits: Tensor = self.head(x - 0.1 * self.row) * (1 + 0.1 * self.head.calls)  # type: ignore[operator]
+        return logits
+
+
+class OneMemory(nn.Module):
+    """Two parameters that lie upon one another."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.tail = nn.Linear(64, num_classes)
+        self.tail.weight = nn.Parameter(self.head.weight.data)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1)) + self.tail(images.flatten(1))
+        return logits
+
+
+class ByHand(nn.Module):
+    """F.batch_norm on the statistics of a layer that is not called."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean, var = self.norm.running_mean, self.norm.running_var
+        logits: Tensor = self.head(F.batch_norm(images.flatten(1), mean, var, training=self.training))
+        return logits
+
+
+class Lazy(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.LazyLinear(num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class Complex(nn.Module):
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.randn(64, num_classes, dtype=torch.complex64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return (images.flatten(1).to(torch.complex64) @ self.waves).abs()
+
+
+class ByFirstBatch(nn.Module):
+    """Sets a parameter by the first images that it sees, as ActNorm does."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(1)), nn.Linear(64, num_classes)
+        self.is_set = False
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and not self.is_set:
+            self.is_set = True
+            self.scale.data.copy_(1 / images.std())
+        logits: Tensor = self.head(images.flatten(1) * self.scale)
+        return logits
+
+
+class Growing(nn.Module):
+    """A buffer that takes in one more row each time."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.register_buffer("seen", torch.zeros(0, 64))
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training:
+            self.seen = torch.cat([self.seen, images.flatten(1).mean(0, keepdim=True)])
+        logits: Tensor = self.head(images.flatten(1))
+        return logits
+
+
+class Later(nn.Module):
+    """A buffer that is there from the first forward pass on."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+        self.register_buffer("centre", None)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if self.training and self.centre is None:
+            self.centre = torch.zeros(64)
+        logits: Tensor = self.head(images.flatten(1))
+        return logits

@@ -51,6 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "odd norms": {"model": {"name": "tests.dist.odd_nets:OddNorms"}, "ema__half_life_samples": 40.0},
     "odd buffers": {"model": {"name": "tests.dist.odd_nets:OddBuffers"}, "ema__half_life_samples": 40.0},
+    "shared buffer": {"model": {"name": "tests.dist.odd_nets:SharedBuffer"}, "ema__half_life_samples": 40.0},
     "streamed": {"data__residency": "stream", "data__num_workers": 1, "data__augment": {"shift": 1, "cutout": 2}},
     "mixed": {
         "data__residency": "stream",
@@ -265,6 +266,8 @@ def test_compiled_kernels_do_not_depend_on_the_sizes_that_a_rank_sees(tmp_path: 
     [
         ("Unsynchronised", "virtual_shards: norm is a SyncBatchNorm, which mixes the ranks' shards; use a BatchNorm"),
         ("WithoutMomentum", "virtual_shards: BatchNorm with momentum=None is not supported; give norm a momentum"),
+        ("ByHand", "virtual_shards: the statistics of norm move without a call of the layer (F.batch_norm on them?)"),
+        ("Growing", "virtual_shards: the forward pass resizes seen; give the buffer the size that it keeps"),
         ("Writes", "virtual_shards: put_ (layer put) has no deterministic kernel on cpu, and equal bits need one; use"),
     ],
 )
