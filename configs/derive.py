@@ -9,7 +9,7 @@ from configs.schema import RunConfig
 
 def counted(number: int, noun: str) -> str:
     """`1 process`, `2 processes`."""
-    plural = noun if number == 1 else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    plural = noun if number == 1 else f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
     return f"{number} {plural}"
 
 
@@ -89,10 +89,9 @@ def check_shards(shards: int, global_batch_size: int, world_size: int, unit: int
     """Raise ConfigError if the shards do not divide over the processes, or cannot all have samples, of which `unit` are
     never parted."""
     if shards % world_size:
-        raise ConfigError(
-            f"virtual_shards={shards} does not divide over {world_size} processes; use one of "
-            f"{', '.join(map(str, fitting_processes(shards)))} processes"
-        )
+        fitting = fitting_processes(shards)
+        fix = f"one of {', '.join(map(str, fitting))} processes" if len(fitting) > 1 else "one process"
+        raise ConfigError(f"virtual_shards={shards} does not divide over {world_size} processes; use {fix}")
     if -(-global_batch_size // unit) < shards:
         too_few = _too_few(global_batch_size, unit, f"virtual_shards={shards}")
         raise ConfigError(f"{too_few}; use a larger batch or fewer shards")

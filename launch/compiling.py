@@ -5,6 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from launch import run_folder
 from launch.follow import say
@@ -23,7 +24,10 @@ def settle_compile(
     found = run_folder.remembered_compile(run, plan.worker.device)
     if found is None and may_measure:
         say("compile: auto: measuring a step with and without torch.compile; this may take a minute or two")
-        found = probe_compile(plan, environ, worker)
+        try:
+            found = probe_compile(plan, environ, worker)
+        except TrainingError as error:  # killed, for one by a machine without memory: the run can do without
+            found = {"compile": False, "why": f"auto: {error}"}
         run_folder.remember_compile(run, found, plan.worker.device)
     return plan if found is None else _with(plan, found)
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from configs.contract import OUT_OF_MEMORY, Outcome, WorkerPlan, write_atomically
-from configs.errors import EXIT_ENVIRONMENT, EXIT_TRAINING, EnvironmentProblem, LockstepError
+from configs.errors import EXIT_CONFIG, EXIT_ENVIRONMENT, EXIT_TRAINING, ConfigError, EnvironmentProblem, LockstepError
 from configs.run_dir import AttemptDir, RunDir
 from trainer.account import Account
 from trainer.exits import leave
@@ -27,6 +27,10 @@ from trainer.stop import StopFlag
 
 # Errors of the machine, not of the run: no space, quota, file too large, read-only, bad disk, too many open files.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE)
+_ONE_VALUE = "Expected more than 1 value per channel"
+"""How BatchNorm's ValueError begins where a batch has one sample of one pixel."""
+_OF_COMPILER = "TorchDynamoException"
+"""What torch.compile raises where there is no C++ compiler, or for a network that it cannot compile."""
 
 
 def main(attempt: AttemptDir) -> int:
@@ -73,7 +77,8 @@ def _run(attempt: AttemptDir, rank: int) -> int:
     except BaseException as error:
         outcome = _failure(rank, error, run)
         # Rank 0's log is the screen, where the launcher tells what is known as the last thing.
-        if rank != 0 or not (isinstance(error, LockstepError) or outcome.kind in ("peer", OUT_OF_MEMORY)):
+        is_told = isinstance(error, LockstepError) or outcome.kind in ("peer", OUT_OF_MEMORY, ConfigError.kind)
+        if rank != 0 or not is_told:
             with contextlib.suppress(OSError):
                 traceback.print_exc()
     if run is not None:
@@ -106,7 +111,11 @@ def _classify(error: BaseException) -> tuple[str, int]:
         return EnvironmentProblem.kind, EXIT_ENVIRONMENT
     if is_out_of_memory(error):
         return OUT_OF_MEMORY, EXIT_TRAINING
+    if str(error).startswith(_ONE_VALUE):
+        return ConfigError.kind, EXIT_CONFIG
     names = {cls.__name__ for cls in type(error).__mro__}
+    if _OF_COMPILER in names:
+        return ConfigError.kind, EXIT_CONFIG
     if "AcceleratorError" in names:  # the GPU is gone or broken
         return EnvironmentProblem.kind, EXIT_ENVIRONMENT
     # gloo names its own source file in each message; torch.distributed's errors have a base class of their own.
@@ -123,8 +132,10 @@ def _classify(error: BaseException) -> tuple[str, int]:
 def _message(error: BaseException) -> str:
     """The error's text; of one that a loader worker passed on, with its stack, the line that says what it was."""
     text = str(error).strip()
-    if text.startswith("Expected more than 1 value per channel"):
-        text += "; BatchNorm needs two samples: use drop_last=true, a larger batch, fewer processes or virtual_shards"
+    if text.startswith(_ONE_VALUE):
+        text += "; BatchNorm needs two samples: use drop_last=true, a larger batch, or fewer processes or shards"
+    if any(cls.__name__ == _OF_COMPILER for cls in type(error).__mro__):
+        return f"torch.compile: {text.splitlines()[0]}; use compile: false and steps_per_execution: 1"
     return (text.splitlines()[-1] if "\nOriginal Traceback" in text else text) or type(error).__name__
 
 

@@ -35,6 +35,8 @@ def lines(job: Job, plan: WorkerPlan) -> list[str]:
     if config.compile:
         why = plan.compile_reason if config.compile == "auto" else ""
         found.append(f"compile    {with_reason('on' if plan.compiles else 'off', why)}")
+    if (count := config.steps_per_execution) > 1:
+        found.append(f"updates    {count} in one compiled call, where nothing is due before its end")
     return found
 
 

@@ -24,6 +24,7 @@ from trainer.faults import unreached
 from trainer.guard import BadBatchError
 from trainer.job import Job
 from trainer.loop import train
+from trainer.multistep import told_if_group_too_large
 from trainer.optim import averaged_tensors
 from trainer.rollback import roll_back
 from trainer.runtime import RunContext
@@ -79,7 +80,7 @@ class Run:
             save(job)  # something to go back to
         try:
             device, is_asked = job.facts["gpu"] or self.plan.device, job.config.virtual_shards > 0
-            with told_if_not_deterministic(job.model, device, is_asked=is_asked):
+            with told_if_not_deterministic(job.model, device, is_asked=is_asked), told_if_group_too_large(job):
                 is_finished, result = self._train(job, commit)
         except BaseException:
             job.saver.abandon()

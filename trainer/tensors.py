@@ -71,7 +71,7 @@ def check_after_first_batch(job: "Job") -> None:
     if names:
         raise ConfigError(
             f"model.name: after one batch {_some(names)} is not the same on all ranks: the network sets weights by "
-            "what a rank sees, or keeps state outside of parameters and buffers; initialise it first, or use one process"
+            "what a rank sees, or keeps state outside of parameters and buffers; initialise it first"
         )
 
 

@@ -19,6 +19,8 @@ FLOAT64 = ("dtype=float64", "mixed_precision=no")
 
 def resume(config: Path, options: Options, nprocs: str, kills: int, seed: int) -> int:
     numbers = _numbers(nprocs)
+    if load_config(config, options.overrides).config.max_steps == 1:
+        raise ConfigError("max_steps=1: a run of one step cannot be killed within; make it 2 steps or longer")
     settings = _shards(config, options, numbers) if len(set(numbers)) > 1 else ()
     return _prove(config, options, settings, lambda place: verify_resume(place, numbers, kills, seed))
 

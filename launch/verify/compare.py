@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from configs.derive import counted
 from launch.verify.runs import Ended
 
 CLOCKS = ("wall_s", "versions", "config", "time", "metrics_bytes", "world_size")
@@ -99,8 +100,8 @@ def describe(ended: Ended) -> str:
     """What was compared, with its numbers."""
     folder = ended.checkpoint
     files = [] if folder is None else sorted(path.stem for path in folder.glob("*.safetensors"))
-    points, batches = len(ended.metrics()), len(ended.samples()[0])
-    return f"{', '.join(files)}; {points} points of metrics; the samples of {batches} batches"
+    points, batches = counted(len(ended.metrics()), "point"), counted(len(ended.samples()[0]), "batch")
+    return f"{', '.join(files)}; {points} of metrics; the samples of {batches}"
 
 
 def _comparable(state: dict[str, Any]) -> dict[str, Any]:

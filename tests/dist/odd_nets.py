@@ -271,3 +271,27 @@ class Later(nn.Module):
             self.centre = torch.zeros(64)
         logits: Tensor = self.head(images.flatten(1))
         return logits
+
+
+class DropsByFunction(nn.Module):
+    """Dropout that no layer tells of."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(F.dropout(images.flatten(1), 0.3, self.training))
+        return logits
+
+
+class NormOfVectors(nn.Module):
+    """A BatchNorm that cannot do with one sample."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.Linear(64, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(images.flatten(1)))
+        return logits

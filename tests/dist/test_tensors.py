@@ -32,3 +32,12 @@ def test_weights_that_a_rank_sets_by_what_it_sees_are_refused(tmp_path: Path, sh
     assert attempt.statuses == [2, 2]
     assert "model.name: after one batch scale is not the same on all ranks" in (attempt.outcome().message or "")
     assert run(tmp_path / "one", config, 1).statuses == [0]
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_one_sample_is_too_few_for_batchnorm_and_that_is_one_sentence(tmp_path: Path, shards: int) -> None:
+    config = tiny_config(model={"name": "tests.dist.odd_nets:NormOfVectors"}, virtual_shards=shards)
+    failed = run(tmp_path, config, 1, {"TRAIN_SIZE": "9"})
+    assert failed.statuses == [2]
+    assert "BatchNorm needs two samples: use drop_last=true" in (failed.outcome().message or "")
+    assert "Traceback" not in failed.log()

@@ -10,6 +10,7 @@ from trainer.compiling import can_pay, judge
         (0.010, 0.006, 30.0, 10_000, True, "6 ms a step, 10 without: 10000 steps save 40 s, compiling takes 30 s"),
         (0.010, 0.006, 30.0, 5_000, False, "6 ms a step, 10 without: 5000 steps save 20 s, compiling takes 30 s"),
         (0.010, 0.012, 30.0, 10_000, False, "no gain, 12 ms a step, 10 without"),
+        (0.010, 0.0096, 0.0, 10_000, False, "no gain, 9.6 ms a step, 10 without"),
         (0.010, 0.010, 0.0, 10_000, False, "no gain, 10 ms a step, 10 without"),
     ],
 )

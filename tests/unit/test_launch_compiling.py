@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from configs.errors import TrainingError
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
 from launch import compiling
@@ -56,6 +57,16 @@ def test_what_holds_for_another_device_or_is_junk_is_measured_again(tmp_path: Pa
     assert not settled(planned(), run, may_measure=False).worker.compiles
     assert settled(planned(), run).worker.compiles
     assert len(asked) == 1
+
+
+def test_a_measurement_that_is_killed_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(*_: Any) -> dict[str, Any]:
+        raise TrainingError("the probe failed with exit code -9; its own message is above")
+
+    monkeypatch.setattr(compiling, "probe_compile", killed)
+    worker = settled(planned(), RunDir(tmp_path)).worker
+    assert not worker.compiles
+    assert worker.compile_reason == "auto: the probe failed with exit code -9; its own message is above"
 
 
 @pytest.mark.parametrize("compile_it", [True, False])

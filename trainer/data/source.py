@@ -68,9 +68,10 @@ def materialise(split: MapStyle, seed: int, num_classes: int, alive: Callable[[]
     first = images[0]
     for index, image in enumerate(images):
         if image.shape != first.shape or image.dtype != torch.uint8:
+            beside = f" and sample 0 {tuple(first.shape)}" if index else ""
             raise ConfigError(
                 f"data.residency: device needs uint8 images of one shape; sample {index} is {image.dtype} "
-                f"{tuple(image.shape)} and sample 0 {tuple(first.shape)}; use data.residency: stream"
+                f"{tuple(image.shape)}{beside}; use data.residency: stream"
             )
     return TensorSplit(torch.stack(images), torch.tensor(labels))
 
