@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.beat import EVALUATION, SAVING, STARTING, read_beat
-from configs.run_dir import AttemptDir, RunDir
+from configs.run_dir import RunDir
 from launch.processes import find_process, is_alive
 from launch.supervise import read_pids
 from trainer import checkpoint
@@ -113,11 +113,6 @@ def _start_and_kill(run: RunDir, nproc: int, chance: random.Random) -> tuple[str
     left = [found for pid in pids if (found := find_process(pid)) is not None]
     _until(lambda: not any(is_alive(found) for found in left))
     return target, PHASES.get(beat.phase, "training") if beat else "starting"
-
-
-def _trains(attempt: AttemptDir) -> bool:
-    beat = read_beat(attempt.beat(0))
-    return beat is not None and beat.first_step >= 0
 
 
 def _until(condition: Callable[[], object]) -> None:

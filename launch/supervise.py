@@ -8,16 +8,17 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import BinaryIO, Literal
 
 from configs.contract import Outcome, write_atomically
 from configs.run_dir import AttemptDir
-from launch.follow import LogFollower
+from launch.follow import LogFollower, shown
 from launch.plan import LaunchPlan
 from launch.processes import Process, dies_with_parent, find_process, is_alive, kill_tree, pending_signals, send
 from launch.rank_environment import NCCL_PIPES
 from launch.signals import StopSignals, blocked_for_children
-from launch.watch import Hang, Scene, Sight, Watch, collect_stacks, explain, is_hung, note_on_slow
+from launch.watch import Hang, Scene, Sight, Watch, collect_stacks, explain, is_hung, note_on_slow, nothing_started
 
 POLL_S = 0.05
 AFTER_FAILURE_S = 5.0
@@ -61,10 +62,8 @@ def run_attempt(
 
 
 def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    direct = plan.worker.launcher == "direct"
-    log = plan.attempt.rank_log(0) if direct else plan.attempt.agent_log
     # A session of its own: a Ctrl-C in the terminal reaches the launcher only, and counts once.
-    with log.open("ab") as output, blocked_for_children():
+    with _log_of(plan).open("ab") as output, blocked_for_children():
         return subprocess.Popen(
             plan.argv,
             cwd=plan.cwd,
@@ -75,6 +74,11 @@ def _start(plan: LaunchPlan, environ: Mapping[str, str]) -> subprocess.Popen[byt
             start_new_session=True,
             preexec_fn=dies_with_parent(),
         )
+
+
+def _log_of(plan: LaunchPlan) -> Path:
+    """Where what is started writes: the rank itself, or what starts the ranks."""
+    return plan.attempt.rank_log(0) if plan.worker.launcher == "direct" else plan.attempt.agent_log
 
 
 class _Watch:
@@ -158,6 +162,12 @@ class _Watch:
 
     def _notice_hang(self, ranks: Mapping[int, Process]) -> None:
         sights = self._watch.look(ranks)
+        if not self._ranks and self._plan.nnodes == 1:  # of several nodes one may wait for the others to come up
+            log = shown(_log_of(self._plan), self._plan.cwd)
+            self._hang = nothing_started(self._watch.clock_s, self._plan.config.launch.hang_timeout_s, log)
+            if self._hang is not None:
+                self._kill_after(0.0, "hang")
+            return
         all_started = len(ranks) == self._plan.worker.local_world_size
         if is_hung(sights, self._plan.config.launch.hang_timeout_s, all_started=all_started):
             self._hang = self._explain_hang(ranks, sights)

@@ -66,6 +66,18 @@ def is_hung(sights: Mapping[int, Sight], hang_timeout_s: float | None, *, all_st
     return bool(last) and all(sight.idle_s > limit for sight, limit in zip(last, limits, strict=True))
 
 
+def nothing_started(waited_s: float, hang_timeout_s: float | None, log: Path) -> Hang | None:
+    """Where no rank has written a beat: what starts them hangs, whose own output is `log`."""
+    limit = PATIENCE * (hang_timeout_s or LEAST_LIMIT_S)
+    if waited_s <= limit:
+        return None
+    by = f"{PATIENCE} times launch.hang_timeout_s" if hang_timeout_s else "as long as a start may take"
+    sentence = (
+        f"no rank has started (waited {waited_s:.0f} s, {by}); what the process that starts them says is in {log}"
+    )
+    return Hang(None, 0, sentence)
+
+
 def note_on_slow(sights: Mapping[int, Sight], pids: Mapping[int, int], world_size: int) -> str | None:
     """A line about the rank that the others have been waiting for much longer than usual."""
     for rank in last_ranks(sights) if sights else []:
@@ -173,7 +185,7 @@ class Watch:
 
     def __init__(self, attempt: AttemptDir) -> None:
         self._attempt = attempt
-        self._clock, self._last_look = 0.0, time.monotonic()
+        self.clock_s, self._last_look = 0.0, time.monotonic()
         self._noted = float("-inf")
         self._beats: dict[int, Beat] = {}
         self._since: dict[int, tuple[float, float]] = {}
@@ -185,27 +197,27 @@ class Watch:
     def look(self, ranks: Mapping[int, Process]) -> dict[int, Sight]:
         """The ranks that are at work."""
         now = time.monotonic()
-        self._clock += min(now - self._last_look, 4 * LOOK_S)
+        self.clock_s += min(now - self._last_look, 4 * LOOK_S)
         self._last_look = now
         working = {rank: p for rank, p in ranks.items() if not self._attempt.outcome(rank).exists()}
         beats = {rank: beat for rank in working if (beat := read_beat(self._attempt.beat(rank)))}
         return {rank: self._sight(rank, beat, working[rank]) for rank, beat in beats.items()}
 
     def _sight(self, rank: int, beat: Beat, process: Process) -> Sight:
-        before, (since, step_since) = self._beats.get(rank), self._since.get(rank, (self._clock, self._clock))
+        before, (since, step_since) = self._beats.get(rank), self._since.get(rank, (self.clock_s, self.clock_s))
         if before != beat:
-            since = self._clock
+            since = self.clock_s
         if before is None or before.step != beat.step or not is_step(before.phase):
-            step_since = self._clock
+            step_since = self.clock_s
         self._beats[rank], self._since[rank] = beat, (since, step_since)
-        step_s = self._clock - step_since if is_step(beat.phase) else 0.0
-        return Sight(beat, self._clock - since, step_s, is_stopped(process))
+        step_s = self.clock_s - step_since if is_step(beat.phase) else 0.0
+        return Sight(beat, self.clock_s - since, step_s, is_stopped(process))
 
     def may_note(self) -> bool:
         """Whether the last note is long enough ago; if so, it is now."""
-        if self._clock - self._noted < NOTE_EVERY_S:
+        if self.clock_s - self._noted < NOTE_EVERY_S:
             return False
-        self._noted = self._clock
+        self._noted = self.clock_s
         return True
 
 

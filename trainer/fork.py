@@ -48,16 +48,16 @@ def _fork(attempt: AttemptDir, rank: int, world_size: int) -> int:
 def _wait(ranks: dict[int, int]) -> int:
     """Once one has failed the others are asked to end, since they can agree on nothing any more; who does not hear it,
     the launcher ends. Prints the exit codes as torchrun does, for the launcher to read."""
-    worst = 0
+    failed = False
     while ranks:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
         print(f"rank {ranks.pop(pid)}: exitcode: {code} (pid: {pid})", flush=True)
-        if code != 0 and worst == 0:
-            worst = 1
+        if code != 0 and not failed:
+            failed = True
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
-    return worst
+    return int(failed)
 
 
 if __name__ == "__main__":

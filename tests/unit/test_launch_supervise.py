@@ -255,6 +255,18 @@ def test_ranks_that_do_not_get_on_are_ended_and_the_last_one_is_named(tmp_path: 
     assert 0 <= time.time() - float(plan.attempt.ended.read_text()) < 60
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_never_starts_a_rank_is_ended(tmp_path: Path, ranks: int) -> None:
+    plan = plan_of(tmp_path, *["deaf"] * ranks, hang_timeout_s=0.02)
+    for name in ("rank.py", "agent.py"):
+        (tmp_path / name).write_text("import time\nwhile True: time.sleep(1)")
+    ending, left = run(plan)
+    assert (ending.killed, left) == ("hang", [])
+    log = "rank0.log" if ranks == 1 else "launcher.log"
+    said = rf"FAILED: no rank has started \(waited \d+ s, 10 times launch.hang_timeout_s\); what .* in .*/{log}"
+    assert re.fullmatch(said, conclude(plan, ending, "").lines[0])
+
+
 def test_a_stop_that_was_asked_for_is_no_hang(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, "deaf", "deaf", hang_timeout_s=1.0, grace_s=2.5)
     ending, _ = run(plan, Console(plan, signal.SIGTERM))
