@@ -9,7 +9,7 @@ from configs.schema import RunConfig
 
 def counted(number: int, noun: str) -> str:
     """`1 process`, `2 processes`."""
-    plural = noun if number == 1 else f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    plural = noun if number == 1 else f"{noun}es" if noun.endswith(("s", "tch")) else f"{noun}s"
     return f"{number} {plural}"
 
 

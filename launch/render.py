@@ -27,6 +27,8 @@ from launch.topology import Topology
 
 UNKNOWN = "unknown (use plan --probe)"
 MIB = 2**20
+ENOUGH = 1.1
+"""Times what the steps take: what the loader workers must read so that training does not wait for them."""
 
 
 def render_plan(
@@ -153,6 +155,7 @@ def _probed(probe: Mapping[str, Any] | None) -> dict[str, str]:
         "one step": f"{probe['step_ms']:.2f} ms, peak memory {probe['peak_memory_bytes'] / MIB:.0f} MiB (one process)",
         "FLOPs": f"{probe['flops']}",
         **_probed_shards(probe),
+        **_probed_input(probe),
         "images": f"{int(probe['num_train']):,} training and {int(probe['num_eval']):,} test",
     }
 
@@ -166,6 +169,22 @@ def _probed_shards(probe: Mapping[str, Any]) -> dict[str, str]:
         f"accumulated in the same micro-batches and {plain:.2f} ms without virtual_shards ({ours / plain:.2f} times as "
         "long), all with these threads; sums over processes come on top"
     }
+
+
+def _probed_input(probe: Mapping[str, Any]) -> dict[str, str]:
+    """What loader workers read, against what the steps take: whether a training is bound by its input."""
+    if not probe["input"]:
+        return {}
+    needed = 1000 * probe["step_samples"] / probe["step_ms"]
+    rates = {int(number): rate for number, rate in probe["input"].items()}
+    told = ", ".join(f"{counted(number, 'worker')} {rate:,.0f}" for number, rate in rates.items())
+    enough = [number for number, rate in rates.items() if rate > ENOUGH * needed]
+    if enough:
+        verdict = f"not bound by input with data.num_workers={min(enough)}"
+    else:
+        best = max(rates, key=lambda number: rates[number])
+        verdict = f"bound by input; data.num_workers={best} is the best of these, and smaller image files would help"
+    return {"input": f"images/s, alone, one process: {told}; its steps take {needed:,.0f}: {verdict}"}
 
 
 def _probed_batch(plan: LaunchPlan, probe: Mapping[str, Any] | None) -> dict[str, str]:

@@ -16,6 +16,7 @@ from configs.image_sizes import at_largest_size, training_sizes
 from configs.run_dir import AttemptDir, RunDir
 from trainer.build import build
 from trainer.job import Job
+from trainer.probe_input import measure_input
 from trainer.probe_shards import measure_shards
 from trainer.run import Run
 from trainer.runtime import RunContext
@@ -23,12 +24,13 @@ from trainer.snapshot import snapshot
 from trainer.speed import count_speed, describe_speed
 from trainer.stop import StopFlag
 from trainer.timing import timed_step
+from trainer.waiting import cores
 
 
 def measure(plan: WorkerPlan) -> dict[str, Any]:
     """Build the job for one process and take three steps of one rank's share;
     the fastest is reported, in milliseconds, and what it achieves. With virtual shards also what they
-    cost."""
+    cost, and of streamed data how fast they are read."""
     with build_alone(plan) as job:
         batches = job.source.training(job.order.batches(0, 0))
         times = [timed_step(job, *next(batches)) for _ in range(3)]
@@ -44,6 +46,8 @@ def measure(plan: WorkerPlan) -> dict[str, Any]:
             "num_eval": job.facts["num_eval"],
             "flops": describe_speed(speed.facts(job.order.global_batch_size / min(times))),
             "notes": speed.notes(),
+            "step_samples": job.order.global_batch_size,
+            "input": measure_input(job, plan.num_workers, cores()),
         }
         return measured | (measure_shards(job, plan) if plan.config.virtual_shards else {})
 

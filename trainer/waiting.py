@@ -60,7 +60,7 @@ def tell_of_wait(job: Job, share: float, images_per_s: float) -> bool:
     reading = Reading(
         workers=workers * ranks,
         ranks=ranks,
-        free_cores=max(0, _cores() - ranks * busy),
+        free_cores=max(0, cores() - ranks * busy),
         on_gpu=on_gpu,
         lacks_simplejpeg=job.config.data.name in ENCODED and jpeg.library() is None,
     )
@@ -69,6 +69,6 @@ def tell_of_wait(job: Job, share: float, images_per_s: float) -> bool:
     return True
 
 
-def _cores() -> int:
+def cores() -> int:
     """That this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.dist.harness import Attempt, finished, tiny_config
-from trainer import speed
+from configs.contract import WorkerPlan
+from tests.dist.harness import Attempt, finished, in_ranks, tiny_config
+from trainer import probe_input, speed
+from trainer.probe import build_alone
+from trainer.runtime import RunContext
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "batchnorm, bf16, channels last": (
@@ -85,3 +88,18 @@ def test_a_chip_that_no_table_has_is_told_once(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(speed, "count_speed", as_on_a_gpu)
     log = finished(tmp_path, tiny_config()).log()
     assert log.count("note: TFLOP/s without MFU: no peak is known of NVIDIA X9000 in fp32") == 1
+
+
+def test_a_probe_reads_streamed_data_with_several_numbers_of_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe_input, "_LONG_ENOUGH_S", 0.0)
+    plan = WorkerPlan("train", tiny_config(data__residency="stream", data__num_workers=0), "direct", "cpu", 1, 1, 1)
+
+    def measure(_: RunContext) -> dict[str, float]:
+        with build_alone(plan) as job:
+            return probe_input.measure_input(job, plan.num_workers, cores=2)
+
+    ((found),) = in_ranks(tmp_path, 1, measure)
+    assert found.keys() == {"0", "1", "2"}
+    assert min(found.values()) > 0

@@ -336,6 +336,7 @@ def test_what_needs_torch_is_unknown_until_probed() -> None:
         "num_eval": 9,
         "flops": "8,000 per sample",
         "notes": ["TFLOP/s without MFU"],
+        "input": {},
     }
     text = render_plan(plan, CPU, {}, probe)
     assert "1,234" in text
@@ -381,6 +382,7 @@ def test_what_the_shards_cost_as_probed() -> None:
         "num_train": 1,
         "num_eval": 1,
         "flops": "1 per sample",
+        "input": {},
     }
     cost = {"shards_ms": 12.0, "accumulated_ms": 11.0, "plain_ms": 8.0}
     plan = planned(CPU, {"virtual_shards": 4})
@@ -391,6 +393,24 @@ def test_what_the_shards_cost_as_probed() -> None:
     )
     assert said in render_plan(plan, CPU, {}, probe | cost)
     assert "bits" not in render_plan(planned(CPU), CPU, {}, probe)
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "verdict"),
+    [
+        (100.0, "its steps take 640: not bound by input with data.num_workers=2"),
+        (
+            20.0,
+            "its steps take 3,200: bound by input; data.num_workers=4 is the best of these, and smaller image files",
+        ),
+    ],
+)
+def test_whether_the_input_is_fast_enough_as_probed(step_ms: float, verdict: str) -> None:
+    facts = dict.fromkeys(("parameters", "checkpoint_bytes", "peak_memory_bytes", "num_train", "num_eval"), 1)
+    probe = {"step_ms": step_ms, "step_samples": 64, "input": {"1": 500.0, "2": 900.0, "4": 1500.4}, "flops": ""}
+    text = render_plan(planned(CPU), CPU, {}, facts | probe)
+    told = "input          images/s, alone, one process: 1 worker 500, 2 workers 900, 4 workers 1,500; "
+    assert told + verdict in text
 
 
 def test_a_fault_of_a_rank_that_there_is_not_is_refused_in_its_own_start() -> None:
