@@ -11,6 +11,11 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 
 
+def first_line(error: BaseException) -> str:
+    """What it says, without what follows (a stack of C++, a list of arguments), for a sentence of ours."""
+    return "".join(str(error).strip().splitlines()[:1]).rstrip(".")
+
+
 class LockstepError(Exception):
     """Base of all errors that are told to the user as one sentence, without a traceback."""
 

@@ -9,6 +9,7 @@ import torch
 
 from configs.contract import WorkerPlan
 from configs.derive import counted, steps_per_epoch, total_steps
+from configs.errors import first_line
 from trainer.job import Job
 from trainer.probe import build_alone
 from trainer.timing import timed_step
@@ -32,7 +33,7 @@ def measure_compile(plan: WorkerPlan) -> dict[str, Any]:
         try:
             pays, why = _compare(job, steps, plan.config.max_time_s)
         except Exception as error:  # no compiler, a network that cannot be compiled, no memory: it goes without
-            pays, why = False, f"the measurement failed: {type(error).__name__}: {error}".splitlines()[0]
+            pays, why = False, f"the measurement failed: {type(error).__name__}: {first_line(error)}"
     return {"compile": pays, "why": f"auto: {why}"}
 
 

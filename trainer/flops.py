@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from configs.errors import first_line
+
 DEAR_S = 1.5
 """Seconds of import for the first count in a process, most of it torch._dynamo."""
 
@@ -47,7 +49,7 @@ def count_flops(model: nn.Module, trained: nn.Module, batch: tuple[int, ...], dt
     try:
         return _count(model, trained, batch, dtype, "meta")
     except Exception as error:  # whatever a network of the user's may raise, training goes on
-        unknown = Flops(0, 0, f"{type(error).__name__}: {error}".splitlines()[0])
+        unknown = Flops(0, 0, f"{type(error).__name__}: {first_line(error)}")
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return unknown  # the CPU's kernel has no formula
     try:

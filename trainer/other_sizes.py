@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from configs.data_section import DataConfig
-from configs.errors import ConfigError
+from configs.errors import ConfigError, first_line
 from configs.image_sizes import progressive_size, training_sizes
 from trainer.flops import copy_to
 
@@ -39,7 +39,7 @@ def _refused(network: nn.Module, channels: int, side: int, dtype: torch.dtype) -
         with torch.no_grad():
             network(torch.zeros(2, channels, side, side, dtype=dtype, device="meta"))
     except Exception as error:  # whatever a network raises
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
 

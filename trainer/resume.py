@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from configs.derive import counted
-from configs.errors import CheckpointError, EnvironmentProblem, LockstepError
+from configs.errors import CheckpointError, EnvironmentProblem, LockstepError, first_line
 from configs.run_dir import step_name
 from trainer import checkpoint
 from trainer.checkpoint import Loaded
@@ -206,8 +206,8 @@ def _restore_from(job: Job, path: Path) -> Loaded:
     except Exception as error:  # its hashes are right, and still it is not what a run writes
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise
-        text = "".join(str(error).splitlines()[:1])
-        raise CheckpointError(f"{path} was not written by this trainer: {type(error).__name__}: {text}") from error
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{path} was not written by this trainer: {what}") from error
     return loaded
 
 

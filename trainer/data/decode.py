@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
+from configs.errors import first_line
 from trainer.data import jpeg
 
 Box = tuple[float, float, float, float]
@@ -227,8 +228,7 @@ def _blaming_the_file(source: str | BinaryIO) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        text = "".join(str(error).strip().splitlines()[:1])
-        raise DecodingError(text or type(error).__name__) from error
+        raise DecodingError(first_line(error) or type(error).__name__) from error
 
 
 def _is_empty(source: str | BinaryIO) -> bool:
