@@ -26,6 +26,15 @@ def training_sizes(data: DataConfig) -> tuple[int, ...]:
     return tuple(sorted(set(data.image_sizes)))
 
 
+def evaluation_view(data: DataConfig) -> tuple[int, int, str] | None:
+    """(pixels of the shorter side, side of the middle that is seen, interpolation); None: images stay as they are."""
+    side = data.eval_image_size or data.image_size
+    if side is None:
+        return None
+    interpolation = "bicubic" if data.interpolation == "random" else data.interpolation
+    return data.resize_size or round(side * 8 / 7), side, interpolation
+
+
 def at_largest_size(data: DataConfig) -> DataConfig:
     """`data` with all training images as large as any will be."""
     largest = max(training_sizes(data), default=data.image_size)

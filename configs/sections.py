@@ -81,9 +81,12 @@ class OptimConfig(Section):
     momentum: Fraction = Field(default=0.0, description="sgd, rmsprop and muon only")
     nesterov: bool = Field(default=False, description="sgd and muon only, needs momentum > 0")
     betas: PerChannel = Field(
-        default=(0.9, 0.999), description="adam, adamw, lamb and lion only; rmsprop takes the second for its alpha"
+        default=(0.9, 0.999),
+        description="adam, adamw, lamb, lion, and muon where it leaves a weight to adamw; rmsprop's alpha: the last",
     )
-    eps: Positive = Field(default=1e-8, description="adam, adamw, lamb and rmsprop only")
+    eps: Positive = Field(
+        default=1e-8, description="adam, adamw, lamb, rmsprop, and muon where it leaves a weight to adamw"
+    )
     weight_decay: NonNegative = Field(
         default=0.0, description="L2 penalty with sgd, adam, rmsprop and lamb, decoupled with adamw, lion and muon"
     )
@@ -94,9 +97,9 @@ class OptimConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.nesterov and (self.name not in ("sgd", "muon") or self.momentum == 0):
-            raise ValueError("nesterov needs name: sgd and momentum > 0")
+            raise ValueError("nesterov needs name: sgd or muon, and momentum > 0")
         if self.name not in ("sgd", "rmsprop", "muon") and self.momentum:
-            raise ValueError(f"momentum is for sgd; {self.name} takes betas")
+            raise ValueError(f"momentum is for sgd, rmsprop and muon; {self.name} takes betas")
         if self.name == "muon" and not self.momentum:
             raise ValueError("muon needs momentum, such as 0.95")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

@@ -38,12 +38,16 @@ from trainer.recompute import recompute
 from trainer.runtime import RunContext
 from trainer.saving import Saver
 from trainer.shards import Shards
-from trainer.teacher import load_teacher
+from trainer.teacher import Teacher, load_teacher
 from trainer.tensors import shapes_of
 from trainer.tracking import NullTracker, SampleLog
 
 if TYPE_CHECKING:
     from trainer.run import Run
+
+
+Shape = tuple[int, int, int]
+"""(channels, height, width) of an image."""
 
 
 def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
@@ -52,12 +56,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     config, device, trains = run.plan.config, context.device, run.plan.mode == "train"
     check_same(context, config.model_dump(mode="json"), "the nodes were started with different settings")
     batch = run.plan.batches
-    data = context.together(lambda: _data(run))
-    run.account.beat()
-    shape = image_shape(data)
-    data = context.together(lambda: normalised_for(config, data, shape[0]))
-    sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
-    check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
+    data, shape = _same_data(run, context)
     network = context.together(lambda: _network(run, context, data, shape))
     model, channels_last = network.model, network.channels_last
     run.account.beat()
@@ -66,9 +65,7 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     drawn_by = context.together(lambda: sampling_weights(config.data, data.train, data.num_classes))
     weight = context.together(lambda: _class_weights(run, data))
     weight = weight if weight is None else weight.to(device)
-    teacher = context.together(lambda: load_teacher(config, context, data, shape)) if trains else None
-    if teacher is not None:
-        check_same(context, {"loss.teacher": teacher.sha256}, "the ranks see different weights of the teacher")
+    teacher = _same_teacher(run, context, data, shape) if trains else None
     evaluator = _evaluator(config, model, sources.evaluation, preprocess, data.num_classes, channels_last=channels_last)
     more = {"channels_last": channels_last, "teacher": None if teacher is None else teacher.sha256}
     facts = facts_of(run.plan, context, data, rank_bound_layers(model), batch) | more
@@ -125,9 +122,27 @@ def build(run: "Run", context: RunContext) -> tuple[Job, list[str]]:
     return job, [*summary.plan_screen(job, run.plan, batch, sources.reason), *lines, *data.notes, *sources.notes]
 
 
-def _network(run: "Run", context: RunContext, data: Data, shape: tuple[int, int, int]) -> Network:
+def _network(run: "Run", context: RunContext, data: Data, shape: Shape) -> Network:
     checkpoints, trains = run.run_dir.checkpoints, run.plan.mode == "train"
     return build_network(run.plan.config, context, data, shape, checkpoints, trains=trains)
+
+
+def _same_data(run: "Run", context: RunContext) -> tuple[Data, Shape]:
+    """On all ranks; with the shape of its training images."""
+    data = context.together(lambda: _data(run))
+    run.account.beat()
+    shape = image_shape(data)
+    data = context.together(lambda: normalised_for(run.plan.config, data, shape[0]))
+    sizes = {"train": len(data.train), "eval": len(data.evaluation), "classes": data.num_classes, "shape": shape}
+    check_same(context, sizes | {"files": data.files}, "the ranks see different data sets")
+    return data, shape
+
+
+def _same_teacher(run: "Run", context: RunContext, data: Data, shape: Shape) -> Teacher | None:
+    teacher = context.together(lambda: load_teacher(run.plan.config, context, data, shape))
+    if teacher is not None:
+        check_same(context, {"loss.teacher": teacher.sha256}, "the ranks see different weights of the teacher")
+    return teacher
 
 
 def _data(run: "Run") -> Data:
@@ -142,7 +157,10 @@ def _class_weights(run: "Run", data: Data) -> Tensor | None:
     """Of training alone: a folder to evaluate may lack a class that would have to be weighed."""
     if run.plan.mode == "eval":
         return None
-    return class_weights(run.plan.config.loss, data.num_classes, known_labels(data.train))
+    config = run.plan.config
+    is_counted = config.loss.class_weights == "balanced"
+    labels = known_labels(data.train, data.num_classes, config.data.name) if is_counted else None
+    return class_weights(config.loss, data.num_classes, labels)
 
 
 def _faults(run: "Run", context: RunContext, saver: Saver) -> Faults | None:
@@ -260,7 +278,7 @@ def prepare(
     return context.prepare(wrapped), wrapped.signals
 
 
-def image_shape(data: Data) -> tuple[int, int, int]:
+def image_shape(data: Data) -> Shape:
     """(channels, height, width) of the training images."""
     image = data.train.images[0] if isinstance(data.train, TensorSplit) else as_image_tensor(data.train[0][0])
     channels, height, width = image.shape

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,18 @@ def details_of(results: Mapping[str, EvalResult]) -> dict[str, Details]:
 
 
 @dataclass(frozen=True)
+class _Seen:
+    """What a rank has evaluated so far."""
+
+    losses: Tensor
+    """One slot a batch of the split: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one
+    fixed order."""
+    bins: BinSums | None
+    answers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Of each batch: best_classes() and labels."""
+
+
+@dataclass(frozen=True)
 class Evaluator:
     """Evaluates on `model`, a copy of the trained network:
     statistics are averaged over the ranks without touching theirs."""
@@ -93,31 +105,33 @@ class Evaluator:
         copy_other_buffers(self.trained, self.model, context)
         batches = self._batches()
         mine = self._share_of(context, len(batches))
-        answers: list[tuple[Tensor, Tensor]] = []
-        # One slot a batch: each is filled by one rank, the rest adds exact zeros, and the sum is taken in one fixed
-        # order.
         losses = torch.zeros(len(batches), dtype=context.widest_dtype, device=context.device)
-        bins = BinSums(len(batches), context) if in_detail else None
+        seen = _Seen(losses, BinSums(len(batches), context) if in_detail else None)
         loaded = self.source.evaluation([batches[i] for i in mine])
         fix = f"use an eval.batch_size below {self.config.batch_size}"
         with told_if_out_of_memory("in evaluation", fix), torch.inference_mode():
             for turn in range(self._num_turns(context, len(batches))):
                 alive()
                 if turn < len(mine):
-                    images, labels = next(loaded)
-                    if self.seed is not None:
-                        context.seed_dropout(self.seed, mine[turn], EVALUATED, 0)
-                    logits = self._logits(context, images)
-                    losses[mine[turn]] = self.loss_sum(logits, labels)
-                    best = best_classes(logits, min(5, self.num_classes))
-                    answers.append((best, labels))
-                    if bins is not None:
-                        confidence = confidence_of(logits, best[:, 0], as_yes_or_no=self.loss_name == "bce")
-                        bins.add(mine[turn], confidence, best[:, 0] == labels)
+                    self._see(seen, context, mine[turn], *next(loaded))
                 if stop is not None and context.any_rank(stop.is_set):
                     return None
-        context.all_reduce_sum(losses)
-        counts = count_by_place(answers, min(5, self.num_classes), context.device)
+        return self._result(seen, context)
+
+    def _see(self, seen: _Seen, context: RunContext, batch: int, images: Tensor, labels: Tensor) -> None:
+        if self.seed is not None:
+            context.seed_dropout(self.seed, batch, EVALUATED, 0)
+        logits = self._logits(context, images)
+        seen.losses[batch] = self.loss_sum(logits, labels)
+        best = best_classes(logits, min(5, self.num_classes))
+        seen.answers.append((best, labels))
+        if seen.bins is not None:
+            confidence = confidence_of(logits, best[:, 0], as_yes_or_no=self.loss_name == "bce")
+            seen.bins.add(batch, confidence, best[:, 0] == labels)
+
+    def _result(self, seen: _Seen, context: RunContext) -> EvalResult:
+        losses = context.all_reduce_sum(seen.losses)
+        counts = count_by_place(seen.answers, min(5, self.num_classes), context.device)
         *by_place, count = context.all_reduce_sum(counts).tolist()
         if count != len(self.source):
             raise TrainingError(
@@ -125,7 +139,7 @@ class Evaluator:
             )
         loss = float(losses.cpu().double().sum()) / count
         top5 = sum(by_place) / count if self.num_classes > 5 else None
-        details = None if bins is None else self._details(context, answers, bins)
+        details = None if seen.bins is None else self._details(context, seen.answers, seen.bins)
         return EvalResult(loss, by_place[0] / count, top5, count, details, self._views())
 
     def _views(self) -> str:

@@ -1,6 +1,7 @@
 """Networks of timm by name, and the weights that it publishes for them. timm is optional."""
 
 import importlib
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -60,12 +61,14 @@ def published(name: str, args: dict[str, Any], which: str) -> Published:
         network: nn.Module = models.create_model(name, pretrained=True, pretrained_cfg_overlay=source, **own)
         return network
 
+    side = facts.input_size[-1]
     files = (facts.hf_hub_filename,) if facts.hf_hub_filename else HUB_FILES
     return Published(
         name=name,
         label=f"{facts.tag or 'the weights'} of timm",
         mean=tuple(facts.mean),
         std=tuple(facts.std),
+        view=(math.floor(side / facts.crop_pct), side, facts.interpolation),
         url=None if facts.hf_hub_id else facts.url,
         hub=(facts.hf_hub_id, files) if facts.hf_hub_id else None,
         build=as_published,

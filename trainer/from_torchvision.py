@@ -93,6 +93,7 @@ def published(name: str, args: dict[str, Any], which: str) -> Published:
         label=f"{chosen.name} of torchvision",
         mean=tuple(transforms.mean),
         std=tuple(transforms.std),
+        view=(*transforms.resize_size, *transforms.crop_size, transforms.interpolation.value),
         url=chosen.url,
         build=as_published,
     )

@@ -30,10 +30,12 @@ def bce_sum(config: LossConfig, weight: Tensor | None, logits: Tensor, targets: 
     https://arxiv.org/abs/2110.00476, whose targets are those above bce_target_threshold)."""
     classes = logits.shape[1]
     shares = targets if targets.is_floating_point() else F.one_hot(targets, classes)
-    shares = shares.to(logits.dtype) * (1 - config.label_smoothing) + config.label_smoothing / classes
+    shares = shares.to(logits.dtype)
+    per_sample = None if weight is None else (shares @ weight.to(logits.dtype)).unsqueeze(1)
+    shares = shares * (1 - config.label_smoothing) + config.label_smoothing / classes
     if config.bce_target_threshold is not None:
         shares = (shares > config.bce_target_threshold).to(logits.dtype)
-    total = F.binary_cross_entropy_with_logits(logits, shares, weight=weight, reduction="sum")
+    total = F.binary_cross_entropy_with_logits(logits, shares, weight=per_sample, reduction="sum")
     return total if config.bce_sum else total / classes
 
 

@@ -9,11 +9,15 @@ from torch import nn
 
 from configs.augment_section import AugmentConfig
 from configs.derive import counted
+from configs.image_sizes import evaluation_view
 from configs.schema import RunConfig
 from trainer import checkpoint
 from trainer.choices import choose_channels_last
 from trainer.data.augment import Preprocess
-from trainer.data.datasets import Data, as_image_tensor
+from trainer.data.datasets import Data
+from trainer.data.images import ImageSplit
+from trainer.data.stream import KeyedSamples
+from trainer.data.workers import Request
 from trainer.freeze import freeze, in_evaluation
 from trainer.models import build_model
 from trainer.other_sizes import check_sizes
@@ -58,6 +62,7 @@ def build_network(
         if trains and hasattr(model, "begin_with"):
             lines.append(begin_with_images(model, data, context.dtype))
         lines += take_weights(model, config, data.num_classes, shape[0])
+        lines += other_view(config, data) if trains else []
     norms, frozen = freeze(model, config.model)
     in_evaluation(norms)
     channels_last, why = choose_channels_last(config, model, context.precision)
@@ -71,12 +76,14 @@ FIRST_IMAGES = 5000
 
 
 def begin_with_images(model: nn.Module, data: Data, dtype: torch.dtype) -> str:
-    """Let a network initialise itself by the first training images, normalised and not augmented: its method
-    `begin_with(images (N, C, H, W))`. Returns the line that says so."""
-    count = min(FIRST_IMAGES, len(data.train))
-    images = torch.stack([as_image_tensor(data.train[index][0]) for index in range(count)])
+    """Let a network initialise itself by the first training images, normalised, those of a folder not augmented: its
+    method `begin_with(batches)` of (N, C, H, W). Returns the line that says so."""
+    split = data.train.unaugmented() if isinstance(data.train, ImageSplit) else data.train
+    samples, count = KeyedSamples(split, 0, data.num_classes), min(FIRST_IMAGES, len(split))
     preprocess = Preprocess(AugmentConfig(), 0, data.mean, data.std, dtype, torch.device("cpu"))
-    model.begin_with(preprocess.normalise(images))  # type: ignore[operator]  # the caller has asked for it
+    requests = (Request(0, list(range(first, min(first + 100, count)))) for first in range(0, count, 100))
+    batches = (preprocess.normalise(samples.read(request)[0]) for request in requests)
+    model.begin_with(batches)  # type: ignore[operator]  # the caller has asked for it
     return f"weights    begin with the first {counted(count, 'training image')}"
 
 
@@ -90,6 +97,15 @@ def normalised_for(config: RunConfig, data: Data, channels: int) -> Data:
     numbers = (" ".join(f"{value:.4g}" for value in values) for values in (mean, std))
     line = "normalise  mean {}, std {}: those of the weights".format(*numbers)
     return dataclasses.replace(data, mean=mean, std=std, notes=(*data.notes, line))
+
+
+def other_view(config: RunConfig, data: Data) -> list[str]:
+    """A line that says where evaluation sees images otherwise than the accuracy of published weights was measured."""
+    published, view = find_published(config.model), evaluation_view(config.data)
+    if published is None or view is None or view == published.view or not isinstance(data.train, ImageSplit):
+        return []
+    seen, theirs = ("{} pixels, the middle {} of them, {}".format(*each) for each in (view, published.view))
+    return [f"view       evaluation resizes to {seen}; the weights were measured at {theirs}"]
 
 
 def _for_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:

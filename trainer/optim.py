@@ -1,7 +1,8 @@
 """Parameter groups, the optimizer, one exact update, and the moving average of the weights."""
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +15,22 @@ from trainer.updates import check_installed
 
 
 def parameter_groups(model: nn.Module, config: OptimConfig) -> list[Group]:
-    """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions. With
-    layer_decay both once for each layer."""
+    """Weights that decay and those that do not: norms and biases, told by having fewer than two dimensions, and what a
+    network of timm names itself (its `no_weight_decay`: positions, tokens). With layer_decay both once a layer."""
     scales, groups = layer_scales(model, config.layer_decay), dict[tuple[float, float, str], Group]()
-    head = [name for name, parameter in model.named_parameters() if parameter.ndim == 2][-1:]
+    no_weight_decay: Callable[[], Collection[str]] = getattr(model, "no_weight_decay", tuple)
+    spared = no_weight_decay()
+    heads = [parameter.shape for parameter in model.parameters() if parameter.ndim == 2][-1:]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = config.decay_norm_and_bias or parameter.ndim >= 2
+            is_spared = parameter.ndim < 2 or any(fnmatch(name, pattern) for pattern in spared)
+            decays = config.decay_norm_and_bias or not is_spared
             decay, scale = config.weight_decay if decays else 0.0, scales[name]
             if parameter.ndim < 2:
                 decay, scale = decay / config.norm_and_bias_lr, scale * config.norm_and_bias_lr
-            # Muon is for matrices between features; the head, norms, biases and convolutions go by AdamW.
-            by_adamw = config.name == "muon" and (parameter.ndim != 2 or name in head)
+            # Muon is for matrices between features; heads, norms, biases and convolutions go by AdamW. A distilled
+            # network has two heads, of one shape.
+            by_adamw = config.name == "muon" and (parameter.ndim != 2 or parameter.shape in heads)
             update = "adamw" if by_adamw else config.name
             new: Group = {"params": [], "weight_decay": decay, "lr_scale": scale, "update": update}
             groups.setdefault((scale, -decay, update), new)["params"].append(parameter)
@@ -36,12 +41,26 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """What the learning rate of each parameter is multiplied by: `decay` to the number of layers after its own.
 
     Layers are what comes before the first block, each block, and what comes after the last, as for BEiT (Bao et al.,
-    https://arxiv.org/abs/2106.08254). What lies between two blocks belongs to the one before it.
+    https://arxiv.org/abs/2106.08254). What lies between two blocks belongs to the one before it. A network of timm says
+    itself which layer a parameter is of (its `group_matcher`).
     Raises ConfigError where the network has no sequence of blocks.
     """
-    names = [name for name, _ in model.named_parameters()]
     if decay == 1.0:
-        return dict.fromkeys(names, 1.0)
+        return dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
+    layers = _layers_by_timm(model) if hasattr(model, "group_matcher") else _layers_by_blocks(model)
+    return {name: decay ** (max(layers.values()) - number) for name, number in layers.items()}
+
+
+def _layers_by_timm(model: nn.Module) -> dict[str, int]:
+    from timm.models import group_parameters
+
+    group_matcher: Callable[..., Any] = model.group_matcher  # type: ignore[assignment]
+    layers: dict[str, int] = group_parameters(model, group_matcher(coarse=False), reverse=True)
+    return layers
+
+
+def _layers_by_blocks(model: nn.Module) -> dict[str, int]:
+    """From 0, what comes before the first block, to what comes after the last."""
     own_parts = [{id(parameter) for parameter in block.parameters()} for block in blocks(model)]
     if not own_parts:
         raise ConfigError("optim.layer_decay: the network has no sequence of blocks; leave it out")
@@ -50,7 +69,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
         own = next((number for number, part in enumerate(own_parts, 1) if id(parameter) in part), None)
         layer = own if own is not None else len(own_parts) + 1 if layer == len(own_parts) else layer
         layers[name] = layer
-    return {name: decay ** (len(own_parts) + 1 - number) for name, number in layers.items()}
+    return layers
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig, device: torch.device) -> Optimizer:

@@ -1,14 +1,16 @@
 """Finds the Arrow files of a Hugging Face data set, once, and writes down which they are: without a network `datasets`
 takes what it finds in its cache, whatever revision was asked for, and a run must not change under way."""
 
+import hashlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.contract import write_atomically
 from configs.data_section import DataConfig
-from configs.errors import ConfigError, EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem, first_line
 from configs.hugging_face import index_file
 
 _SAVED = ("dataset_dict.json", "state.json")
@@ -72,10 +74,9 @@ def _rows(datasets: Any, config: DataConfig, split: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # of its many kinds
-        text = "".join(str(error).strip().splitlines()[:1]).rstrip(".")
         raise EnvironmentProblem(
-            f"data.huggingface: {settings.path}[{split}] could not be had: {text}; look at path, subset, revision and "
-            "the names of the splits"
+            f"data.huggingface: {settings.path}[{split}] could not be had: {first_line(error)}; look at path, subset, "
+            "revision and the names of the splits"
         ) from error
 
 
@@ -106,7 +107,8 @@ def _files(index: Path, rows: Any, split: str) -> list[list[Any]]:
     names = [file["filename"] for file in rows.cache_files]
     counts = [sum(len(batch) for batch in pa.ipc.open_stream(pa.memory_map(name))) for name in names]
     if rows._indices is not None or sum(counts) != len(rows):
-        place = index.with_name(f"{index.stem}-{''.join(c if c.isalnum() else '_' for c in split)}")
+        place = index.with_name(f"{index.stem}-{hashlib.sha256(split.encode()).hexdigest()[:12]}")
+        shutil.rmtree(place, ignore_errors=True)  # it may have more files than there are to be
         rows.save_to_disk(str(place))
         names = [str(path) for path in sorted(place.glob("*.arrow"))]
     return [[str(Path(name).resolve()), Path(name).stat().st_size] for name in names]

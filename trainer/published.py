@@ -11,7 +11,7 @@ from urllib.parse import urlparse
 import torch
 from torch import nn
 
-from configs.errors import ConfigError, EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem, first_line
 from configs.known_models import is_published, timm_name, torchvision_name
 from configs.sections import ModelConfig
 from trainer.aside import aside, locked
@@ -33,6 +33,8 @@ class Published:
     mean: tuple[float, ...]
     """Per channel, of pixels in [0, 1], as `std`: what the weights were trained on."""
     std: tuple[float, ...]
+    view: tuple[int, int, str]
+    """Of the images that their accuracy was measured on, as evaluation_view() has it."""
     build: Callable[[Path], nn.Module]
     """The network as it was published, with its own classes and channels, from the file."""
     url: str | None
@@ -114,10 +116,10 @@ class Published:
             raise self._not_fetched(path, ValueError(f"what came {fault}"))
 
     def _not_fetched(self, path: Path, error: Exception) -> EnvironmentProblem:
-        text = "".join(str(error).splitlines()[:1]) or type(error).__name__
+        what = first_line(error) or type(error).__name__
         where = f"put the file there ({path})" if self.url else "fetch it on a machine that can"
         return EnvironmentProblem(
-            f"model.weights: {self.label} for {self.name} could not be downloaded from {self.source}: {text}; {where}, "
+            f"model.weights: {self.label} for {self.name} could not be downloaded from {self.source}: {what}; {where}, "
             "or give the path of a file in model.weights"
         )
 

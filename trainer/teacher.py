@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from configs.errors import ConfigError
+from configs.errors import ConfigError, first_line
 from configs.known_data import KNOWN_DATA
 from configs.loader import load_config
 from configs.loss_section import LossConfig
@@ -69,6 +69,11 @@ def load_teacher(config: RunConfig, context: RunContext, data: "Data", shape: tu
     run = RunDir(Path(config.loss.teacher))
     _check_run(run, data)
     its = load_config(run.config, ()).config
+    if its.loss.name == "bce":
+        raise ConfigError(
+            f"loss.teacher: {run.path} was trained with loss.name: bce, whose answers are each a yes or no, and no "
+            "shares of one; use a teacher of cross_entropy or nll"
+        )
     with torch.random.fork_rng():
         model = build_model(its.model, data.num_classes, shape, its.seed, context.dtype)
     tensors, path = read_weights(config.loss.teacher, "loss.teacher")
@@ -101,10 +106,9 @@ def _try(model: nn.Module, shape: tuple[int, int, int], context: RunContext, run
         with torch.no_grad(), context.autocast():
             model(torch.zeros(2, *shape, dtype=context.dtype, device=context.device))
     except Exception as error:
-        text = "".join(str(error).splitlines()[:1])
         raise ConfigError(
-            f"loss.teacher: the network of {run.path} does not take images of {' x '.join(map(str, shape))}: {text}; "
-            "use a teacher of such images"
+            f"loss.teacher: the network of {run.path} does not take images of {' x '.join(map(str, shape))}: "
+            f"{first_line(error)}; use a teacher of such images"
         ) from error
 
 

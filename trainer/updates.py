@@ -1,6 +1,6 @@
 """Updates beside SGD's and Adam's, by the functions behind torch's and timm's optimizers."""
 
-import importlib.util
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +110,10 @@ STATE = {
 
 
 def check_installed(name: str) -> None:
-    """Raise ConfigError where timm, which has the update, is missing."""
-    if name in ("lamb", "lion") and importlib.util.find_spec("timm") is None:
-        raise ConfigError(f"optim.name: {name} needs timm, which is not installed; `pip install timm`")
+    """Raise ConfigError where timm, which has the update, is missing, or has it under another name."""
+    if name not in ("lamb", "lion"):
+        return
+    try:
+        getattr(importlib.import_module(f"timm.optim.{name}"), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"optim.name: {name} needs timm 1.0.31 or later; `pip install -U timm` ({error})") from error

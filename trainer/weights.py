@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from configs.derive import counted
-from configs.errors import CheckpointError, ConfigError, EnvironmentProblem
+from configs.errors import CheckpointError, ConfigError, EnvironmentProblem, first_line
 from configs.known_models import NO_WEIGHTS
 from configs.schema import RunConfig
 from trainer.checkpoint import check_fits
@@ -71,7 +71,7 @@ def _named_by(config: RunConfig) -> tuple[Tensors, str, Path]:
     try:
         source = published.build(place)
     except Exception as error:  # what is in the file may be anything
-        text = "".join(str(error).splitlines()[:1])
+        text = first_line(error)
         if config.model.args and isinstance(error, TypeError | ValueError | AssertionError):
             raise ConfigError(f"model.args do not go with model.weights: {config.model.weights}: {text}") from error
         raise CheckpointError(f"{place} is not the weights of {published.name}: {text}; remove it") from error
@@ -100,10 +100,9 @@ def _read_pickled(path: Path, key: str) -> Tensors:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        text = "".join(str(error).splitlines()[:1])
         raise CheckpointError(
-            f"{key}: {path} cannot be read as tensors alone: {type(error).__name__}: {text}; save the network's "
-            "state_dict() by torch.save, or as .safetensors"
+            f"{key}: {path} cannot be read as tensors alone: {type(error).__name__}: {first_line(error)}; save "
+            "the network's state_dict() by torch.save, or as .safetensors"
         ) from error
     entries = [name for name in _ENTRIES if isinstance(content, dict) and isinstance(content.get(name), dict)]
     found = content[entries[0]] if entries else content

@@ -1,5 +1,7 @@
 """A small fast convolution net for CIFAR-10, after Keller Jordan's airbench (https://arxiv.org/abs/2404.00498)."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -30,8 +32,8 @@ class WhitenedCNN(nn.Module):
         )
         self.head = nn.Linear(widths[-1], num_classes, bias=False)
 
-    def begin_with(self, images: Tensor) -> None:
-        self.whitening.begin_with(images)
+    def begin_with(self, batches: Iterable[Tensor]) -> None:
+        self.whitening.begin_with(batches)
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.groups(F.gelu(self.whitening(images)))
@@ -55,10 +57,15 @@ class Whitening(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.width, 1, 1))
 
     @torch.no_grad()
-    def begin_with(self, images: Tensor) -> None:
-        """Of normalised training images (N, C, H, W)."""
-        patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)
-        values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
+    def begin_with(self, batches: Iterable[Tensor]) -> None:
+        """Of batches of normalised training images (N, C, H, W)."""
+        width = self.width // 2
+        moments, count = torch.zeros(width, width, dtype=torch.float64), 0
+        for images in batches:
+            patches = F.unfold(images.double(), 2).transpose(1, 2).flatten(0, 1)
+            moments += patches.T @ patches
+            count += len(patches)
+        values, vectors = torch.linalg.eigh(moments / count)
         # Largest first; a vector's sign is anyone's choice, and both are there.
         rows = (vectors / (values + self.EPS).sqrt()).T.flip(0)
         self.conv.weight.copy_(torch.cat([rows, -rows]).reshape(self.conv.weight.shape))

@@ -93,9 +93,11 @@ def test_another_teacher_under_the_same_name_is_refused_unless_allowed(tmp_path:
 def test_what_is_no_teacher_is_named(tmp_path: Path, teacher: Path) -> None:
     (tmp_path / "empty").mkdir()
     trained(tmp_path / "other", data__name="tests.dist.toys:renamed_classes")
+    trained(tmp_path / "yes-or-no", loss={"name": "bce"})
     for name, said in {
         "empty": "empty is no finished run; give the folder of one",
         "other": "other knows the classes ",
+        "yes-or-no": "yes-or-no was trained with loss.name: bce, whose answers are each a yes or no",
     }.items():
         attempt = run(tmp_path / f"of-{name}", config(tmp_path / name), 2)
         assert attempt.statuses == [2, 2]

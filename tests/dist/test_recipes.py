@@ -69,6 +69,25 @@ def test_a_recipe_for_cifar_trains(tmp_path: Path, name: str) -> None:
     assert "begin with the first" not in again.log()
 
 
+class Random(Coloured):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = super().__getitem__(index)
+        return image.roll(int(torch.randint(32, ())), 1), label
+
+
+def randomly(train: bool) -> Random:
+    return Random()
+
+
+def test_all_ranks_begin_with_the_same_images_though_they_are_drawn(tmp_path: Path) -> None:
+    overrides = [*SMALL, *ON_CIFAR["cifar10_94"], "schedule.warmup_epochs=0.5"]
+    config = load_config(CONFIGS / "cifar10_94.yaml", overrides).config
+    config = config.model_copy(update={"data": config.data.model_copy(update={"name": f"{__name__}:randomly"})})
+    states = [finished(tmp_path / f"on-{world_size}", config, world_size).export() for world_size in (1, 2)]
+    name = "whitening.conv.weight"
+    assert torch.equal(states[0][name], states[1][name])
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains(tmp_path: Path, name: str) -> None:
     if any("timm" in setting for setting in RECIPES[name]):

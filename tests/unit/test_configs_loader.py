@@ -297,16 +297,20 @@ def test_a_problem_stays_on_its_line_and_steers_no_terminal(load: Load) -> None:
 @pytest.mark.parametrize(
     ("text", "overrides", "problem"),
     [
-        ("optim:\n  name: adam\n  momentum: 0.9", [], "x.yaml:5: optim: momentum is for sgd; adam takes betas"),
+        (
+            "optim:\n  name: adam\n  momentum: 0.9",
+            [],
+            "x.yaml:5: optim: momentum is for sgd, rmsprop and muon; adam takes betas",
+        ),
         (
             "optim:\n  name: adam",
             ["optim.momentum=0.9"],
-            "command line: optim.momentum=0.9: optim: momentum is for sgd; adam takes betas",
+            "command line: optim.momentum=0.9: optim: momentum is for sgd, rmsprop and muon; adam takes betas",
         ),
         (
             "optim:\n  nesterov: true",
             [],
-            "x.yaml:4: optim: nesterov needs name: sgd and momentum > 0",
+            "x.yaml:4: optim: nesterov needs name: sgd or muon, and momentum > 0",
         ),
         ("optim: {betas: [0.9]}", [], "x.yaml:3: optim: betas are two numbers in [0, 1), got [0.9]"),
         ("data: {mean: [0.5]}", [], "x.yaml:3: data: mean and std are given together or not at all"),
@@ -421,7 +425,7 @@ max_steps: 3
     assert problems_of(load, text, "mixed_precision=fp16", "eval.batch_size=0", "lr=3", "seed") == [
         "x.yaml:4: optim.lr: 'fast' is not a number (expected a number >= 0)",
         "x.yaml:5: unknown key 'optim.weigth_decay'; did you mean 'optim.weight_decay'?",
-        "x.yaml:6: optim: momentum is for sgd; adam takes betas",
+        "x.yaml:6: optim: momentum is for sgd, rmsprop and muon; adam takes betas",
         "x.yaml:8: loss.label_smoothing: 2 is out of range (expected a number from 0 to 1)",
         f"x.yaml:1 and x.yaml:10: max_epochs and max_steps {TWICE}",
         "x.yaml:9 and command line: mixed_precision=fp16: dtype: float64 goes with mixed_precision: no, not fp16",

@@ -56,8 +56,8 @@ def test_float64_goes_with_no_mixed_precision(precision: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "match"),
     [
-        ({"optim": {"name": "adamw", "momentum": 0.9}}, "momentum is for sgd; adamw takes betas"),
-        ({"optim": {"nesterov": True}}, "nesterov needs name: sgd and momentum > 0"),
+        ({"optim": {"name": "adamw", "momentum": 0.9}}, "momentum is for sgd, rmsprop and muon; adamw takes betas"),
+        ({"optim": {"nesterov": True}}, "nesterov needs name: sgd or muon, and momentum > 0"),
         ({"optim": {"betas": [0.9, 1.0]}}, r"betas are two numbers in \[0, 1\), got \[0.9, 1.0\]"),
         ({"optim": {"betas": [0.9]}}, "betas are two numbers"),
         ({"data": {"mean": [0.5]}}, "mean and std are given together or not at all"),

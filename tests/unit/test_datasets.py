@@ -10,9 +10,10 @@ from torch import Tensor
 
 from configs.data_section import DataConfig
 from configs.errors import ConfigError, EnvironmentProblem, TrainingError
-from trainer.data.datasets import TensorSplit, as_image_tensor, load_callable, load_data
+from trainer.data.datasets import TensorSplit, as_image_tensor, known_labels, load_callable, load_data
 from trainer.data.source import build_source, choose_residency, materialise
-from trainer.data.stream import class_of
+from trainer.data.stream import KeyedSamples, class_of
+from trainer.data.workers import Request
 
 CPU = torch.device("cpu")
 
@@ -190,3 +191,49 @@ def test_a_label_that_is_no_class_is_told_with_its_sample(label: object) -> None
 @pytest.mark.parametrize("label", [2, 2.0, torch.tensor(2), np.int64(2)], ids=repr)
 def test_a_class_is_one_in_any_type(label: object) -> None:
     assert class_of(label, 3, 0) == 2
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ([0, 1], "are torch.int64 of shape (2,)"),
+        ([0.0, 1.0, 0.0], "are torch.float32 of shape (3,)"),
+        ([[0], [1], [0]], "are torch.int64 of shape (3, 1)"),
+        (["cat", "dog", "cat"], "are no tensor of integers"),
+        ([0, 2, 1], "sample 1 of mine has the label 2"),
+        ([0, 1, -1], "sample 2 of mine has the label -1"),
+    ],
+)
+def test_labels_that_are_no_classes_are_told(targets: Any, said: str) -> None:
+    split = Listed([byte_image(0)] * 3)
+    split.targets = targets  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError) as caught:
+        known_labels(split, 2, "mine")
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("wanted is a class for each of the 3 samples, an integer from 0 to 1")
+
+
+@pytest.mark.parametrize("targets", [[0, 1, 1], np.array([0, 1, 1], dtype=np.uint8), torch.tensor([0, 1, 1])])
+def test_labels_may_be_of_any_integer_type(targets: Any) -> None:
+    split = Listed([byte_image(0)] * 3)
+    split.targets = targets  # type: ignore[attr-defined]
+    found = known_labels(split, 2, "mine")
+    assert found is not None
+    assert (found.dtype, found.tolist()) == (torch.int64, [0, 1, 1])
+
+
+def arrays(train: bool) -> TensorSplit:
+    return TensorSplit(torch.zeros(2, 1, 2, 3, dtype=torch.uint8), torch.tensor([0, 2 if train else 1]))
+
+
+def test_labels_of_arrays_are_looked_at_when_they_are_loaded() -> None:
+    with pytest.raises(ConfigError, match=r"sample 1 of .*:arrays has the label 2"):
+        load_data(data("arrays", num_classes=2))
+    assert load_data(data("arrays", num_classes=3)).num_classes == 3
+
+
+def test_a_batch_of_arrays_that_are_not_resident_is_that_of_their_samples() -> None:
+    split = TensorSplit(torch.arange(30, dtype=torch.uint8).view(5, 1, 2, 3), torch.tensor([0, 1, 2, 1, 0]))
+    images, labels = KeyedSamples(split, 0, 3).read(Request(1, [4, 0, 7]))
+    assert torch.equal(images, split.images[[4, 0, 2]])
+    assert labels.tolist() == [0, 0, 2]

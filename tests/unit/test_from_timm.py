@@ -159,3 +159,8 @@ def test_arguments_are_passed_on() -> None:
     assert model(torch.rand(2, 1, 64, 64)).shape == (2, 10)
     with pytest.raises(ConfigError, match=r"model.args do not fit timm/.*'widht'"):
         build(10, args={"widht": 1})
+
+
+def test_the_view_is_that_of_the_weights() -> None:
+    # timm/resnet50.a1_in1k on the hub: crop_pct 0.95 of 224, bicubic
+    assert find("resnet50", "a1_in1k").view == (235, 224, "bicubic")

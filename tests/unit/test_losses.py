@@ -50,30 +50,30 @@ def test_smoothing_spreads_a_share_over_all_classes() -> None:
     assert loss(LossConfig(label_smoothing=0.1), MIXED) == pytest.approx(entropy_by_hand(smoothed, [1.0] * 3))
 
 
-def bce_by_hand(shares: list[list[float]], weight: list[float]) -> float:
+def bce_by_hand(shares: list[list[float]], per_sample: list[float]) -> float:
     def one(share: float, logit: float) -> float:
         yes = 1 / (1 + math.exp(-logit))
         return -share * math.log(yes) - (1 - share) * math.log(1 - yes)
 
-    rows = zip(shares, LOGITS, strict=True)
-    return sum(own * one(s, x) for row, logits in rows for own, s, x in zip(weight, row, logits, strict=True))
+    rows = zip(per_sample, shares, LOGITS, strict=True)
+    return sum(own * one(s, x) for own, row, logits in rows for s, x in zip(row, logits, strict=True))
 
 
 @pytest.mark.parametrize("weight", [[1.0, 1.0, 1.0], [0.5, 2.0, 3.0]])
 def test_each_class_is_a_yes_or_no(weight: list[float]) -> None:
     sharp = [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-    total = bce_by_hand(sharp, weight)
+    total = bce_by_hand(sharp, [weight[1], weight[0]])
     assert loss(LossConfig(name="bce", bce_sum=True), [1, 0], weight) == pytest.approx(total)
     assert loss(LossConfig(name="bce"), [1, 0], weight) == pytest.approx(total / 3)
     smoothed = [[0.9 * share + 0.1 / 3 for share in row] for row in MIXED]
     assert loss(LossConfig(name="bce", label_smoothing=0.1), MIXED, weight) == pytest.approx(
-        bce_by_hand(smoothed, weight) / 3
+        bce_by_hand(smoothed, [sum(w * s for w, s in zip(weight, row, strict=True)) for row in MIXED]) / 3
     )
 
 
 def test_shares_above_the_threshold_are_a_yes() -> None:
     config = LossConfig(name="bce", bce_target_threshold=0.4, bce_sum=True)
-    assert loss(config, MIXED) == pytest.approx(bce_by_hand([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], [1.0] * 3))
+    assert loss(config, MIXED) == pytest.approx(bce_by_hand([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], [1.0] * 2))
 
 
 def test_balanced_weights_let_every_class_count_the_same() -> None:

@@ -290,3 +290,38 @@ def test_layers_of_well_known_networks() -> None:
     assert scales["encoder.ln.weight"] == scales["heads.head.weight"] == 1.0
     with pytest.raises(ConfigError, match="no sequence of blocks"):
         layer_scales(nn.Linear(1, 1), 0.5)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto"])
+def test_layers_and_decay_of_a_network_of_timm_are_those_of_its_own_training(name: str) -> None:
+    timm = pytest.importorskip("timm")
+    from timm.optim._param_groups import param_groups_layer_decay
+
+    model = timm.create_model(name)
+    spared = getattr(model, "no_weight_decay", set)()
+    theirs = {
+        id(parameter): (group["lr_scale"], group["weight_decay"])
+        for group in param_groups_layer_decay(model, 0.05, spared, layer_decay=0.75)
+        for parameter in group["params"]
+    }
+    ours = {
+        id(parameter): (group["lr_scale"], group["weight_decay"])
+        for group in parameter_groups(model, OptimConfig(name="adamw", weight_decay=0.05, layer_decay=0.75))
+        for parameter in group["params"]
+    }
+    assert ours.keys() == theirs.keys()
+    for key, values in ours.items():
+        assert values == pytest.approx(theirs[key])
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head, self.head_dist = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 3)
+
+
+def test_muon_takes_no_head() -> None:
+    model = TwoHeads()
+    groups = parameter_groups(model, OptimConfig(name="muon", momentum=0.9))
+    by_muon = [parameter for group in groups if group["update"] == "muon" for parameter in group["params"]]
+    assert [id(parameter) for parameter in by_muon] == [id(model.inner.weight)]

@@ -120,6 +120,18 @@ def test_what_is_no_tar_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_link_to_nothing_and_names_in_another_encoding_are_told(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_tar(tmp_path / split / "0.tar", GOOD)
+    (tmp_path / "classes.txt").write_bytes("été\nhiver\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"classes.txt is not UTF-8 .*; save it as that"):
+        load(tmp_path)
+    (tmp_path / "classes.txt").unlink()
+    (tmp_path / "train" / "1.tar").symlink_to("nowhere.tar")
+    with pytest.raises(EnvironmentProblem, match=r"cannot read .*train/1.tar: a link to nothing; mend it"):
+        load(tmp_path)
+
+
 def test_an_index_holds_until_a_tar_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for split in ("train", "val"):
         write_tar(tmp_path / split / "0.tar", GOOD)

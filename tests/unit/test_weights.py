@@ -14,9 +14,13 @@ import torchvision.models  # so slow that the worker imports it only where it is
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from configs.data_section import DataConfig
 from configs.errors import CheckpointError, ConfigError
 from configs.schema import RunConfig
+from trainer.data.datasets import Data
+from trainer.data.images import EVALUATION, ImageSplit
 from trainer.models import build_model
+from trainer.network import other_view
 from trainer.weights import adapted_channels, fit_weights, read_weights, take_weights
 
 NAME = "squeezenet1_1"  # 0.7 million parameters but for its head
@@ -229,3 +233,30 @@ def test_auxiliary_heads_of_a_file_are_left_out() -> None:
     fit = fit_weights(model, dict(source.state_dict()), 5, 3, Path("googlenet.pth"))
     assert fit.new == []
     assert isinstance(model.train()(torch.rand(2, 3, 64, 64)), Tensor)
+
+
+def split(**settings: Any) -> Data:
+    images = ImageSplit(None, EVALUATION, DataConfig(name="imagefolder", root="x", **settings), None)  # type: ignore[arg-type]
+    return Data(images, images, 10, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"image_size": 224, "resize_size": 232}, None),
+        ({"image_size": 176, "eval_image_size": 224, "resize_size": 232}, None),
+        ({}, None),
+        ({"image_size": 224}, "256 pixels, the middle 224 of them, bilinear"),
+        ({"image_size": 64, "resize_size": 96, "interpolation": "random"}, "96 pixels, the middle 64 of them, bicubic"),
+    ],
+)
+def test_images_that_are_seen_otherwise_than_the_weights_were_measured_are_told(
+    settings: dict[str, Any], said: str | None
+) -> None:
+    data = {"name": "imagefolder", "root": "x"} | settings
+    model = {"name": "resnet50", "weights": "default"}
+    config = RunConfig.model_validate({"max_epochs": 1, "global_batch_size": 8, "data": data, "model": model})
+    # IMAGENET1K_V2 of torchvision: resized to 232, cropped to 224, bilinear
+    theirs = "; the weights were measured at 232 pixels, the middle 224 of them, bilinear"
+    found = other_view(config, split(**settings))
+    assert found == ([] if said is None else [f"view       evaluation resizes to {said}{theirs}"])

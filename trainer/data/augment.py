@@ -6,16 +6,15 @@ from torch import Tensor
 
 from configs.augment_section import AugmentConfig
 from configs.errors import ConfigError
+from trainer.data.boxes import box, span
 from trainer.data.erasing import boxes_to_erase, noise
 from trainer.data.order import key_of, random_integers
-
-# One stream of random numbers for each kind of change, so that switching one on leaves the others as they were.
-_SHIFT_Y, _SHIFT_X, _FLIP, _CUTOUT_Y, _CUTOUT_X, CROP = range(6)
-# Those between are in mixing.py, policies.py and sampling.py.
-_ERASING, _NOISE, SIZE, INTERPOLATION = range(9, 13)
+from trainer.data.streams import Stream
 
 _LARGE = 2**16
 """Values of an image beyond which a CPU takes one at a time: a call costs less than memory does for a whole batch."""
+_NOISY_AT_ONCE = 16
+"""Images: noise takes two dozen bytes of memory for each value."""
 
 
 def shift_reflected(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:
@@ -47,12 +46,10 @@ def shift(images: Tensor, dy: Tensor, dx: Tensor, reach: int) -> Tensor:
 
 def cutout_mask(images: Tensor, y: Tensor, x: Tensor, side: int) -> Tensor:
     """Bool (B, 1, H, W), False inside the square of `side` pixels whose centre is (y[i], x[i]); it may stick out."""
-    rows = torch.arange(images.shape[2], device=images.device)
-    columns = torch.arange(images.shape[3], device=images.device)
-    in_rows = (rows - (y[:, None] - side // 2)).unsqueeze(2)
-    in_columns = (columns - (x[:, None] - side // 2)).unsqueeze(1)
-    inside = (in_rows >= 0) & (in_rows < side) & (in_columns >= 0) & (in_columns < side)
-    return ~inside.unsqueeze(1)
+    rows, columns = (
+        span(centre - side // 2, side, length) for centre, length in zip((y, x), images.shape[2:], strict=True)
+    )
+    return ~box(rows, columns)
 
 
 class Preprocess:
@@ -82,7 +79,7 @@ class Preprocess:
         """Augment and normalise; `ids` (B,) int64 are RankBatch.draws."""
         augment = self.augment
         if augment.shift:
-            dy, dx = (self._draw(kind, epoch, ids, 2 * augment.shift + 1) for kind in (_SHIFT_Y, _SHIFT_X))
+            dy, dx = (self._draw(kind, epoch, ids, 2 * augment.shift + 1) for kind in (Stream.SHIFT_Y, Stream.SHIFT_X))
             move = shift if augment.shift_padding == "zeros" else shift_reflected
             images = move(images, dy, dx, augment.shift)
         mirrored = self._mirrored(epoch, ids) if augment.flip else None
@@ -95,7 +92,7 @@ class Preprocess:
         if augment.cutout:
             y, x = (
                 self._draw(kind, epoch, ids, side)
-                for kind, side in ((_CUTOUT_Y, images.shape[2]), (_CUTOUT_X, images.shape[3]))
+                for kind, side in ((Stream.CUTOUT_Y, images.shape[2]), (Stream.CUTOUT_X, images.shape[3]))
             )
             images = images * cutout_mask(images, y, x, augment.cutout)
         return self._erase(images, epoch, ids.to(self.device)) if augment.erasing else images
@@ -104,15 +101,22 @@ class Preprocess:
         """Bool (B,). Alternating: as drawn for epoch 0, and the other way in each odd one (Jordan,
         https://arxiv.org/abs/2404.00498)."""
         if self.augment.flip == "alternating":
-            return self._draw(_FLIP, 0, ids, 2).bool() ^ bool(epoch % 2)
-        return self._draw(_FLIP, epoch, ids, 2).bool()
+            return self._draw(Stream.FLIP, 0, ids, 2).bool() ^ bool(epoch % 2)
+        return self._draw(Stream.FLIP, epoch, ids, 2).bool()
 
     def _erase(self, images: Tensor, epoch: int, ids: Tensor) -> Tensor:
-        erased = boxes_to_erase(images.shape, self.augment.erasing, key_of(self.seed, epoch, _ERASING), ids)
+        erased = boxes_to_erase(images.shape, self.augment.erasing, key_of(self.seed, epoch, Stream.ERASING), ids)
         if self.augment.erasing_mode == "mean":
             return images.masked_fill_(erased, 0.0)
-        other = noise(images.shape, key_of(self.seed, epoch, _NOISE), ids).to(images.dtype)
-        return torch.where(erased, other, images)
+        key = key_of(self.seed, epoch, Stream.NOISE)
+        chosen = torch.arange(len(ids), device=ids.device)
+        if ids.device.type == "cpu":  # a GPU would have to be waited for
+            chosen = chosen[erased.flatten(1).any(1)]
+        for part in chosen.split(_NOISY_AT_ONCE):
+            own = images[part]
+            other = noise(own.shape, key, ids[part]).to(images.dtype)
+            images[part] = torch.where(erased[part], other, own)
+        return images
 
     def normalise(self, images: Tensor) -> Tensor:
         """What evaluation sees."""
@@ -140,5 +144,5 @@ class Preprocess:
                 target.sub_(self.mean[0]).div_(self.std[0])
         return result
 
-    def _draw(self, kind: int, epoch: int, ids: Tensor, bound: int) -> Tensor:
+    def _draw(self, kind: Stream, epoch: int, ids: Tensor, bound: int) -> Tensor:
         return random_integers(key_of(self.seed, epoch, kind), ids.to(self.device), bound)

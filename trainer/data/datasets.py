@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from configs.data_section import DataConfig
-from configs.errors import ConfigError, EnvironmentProblem
+from configs.errors import ConfigError, EnvironmentProblem, first_line
 from configs.known_data import ENCODED, IDX_FILES, KNOWN_DATA, KnownData
 from trainer.data import jpeg
 from trainer.data.bad_images import BadImages
@@ -76,10 +76,20 @@ def load_data(
     if config.name in ENCODED:
         return _load_encoded(config, bad_images, alive)
     known = KNOWN_DATA.get(config.name)
-    if known is not None:
-        train, classes = _load_known(known, config, train=True)
-        evaluation, _ = _load_known(known, config, train=False)
-        return Data(train, evaluation, known.num_classes, classes, config.mean or known.mean, config.std or known.std)
+    data = _load_own(config) if known is None else _load_both(known, config)
+    for split in (data.train, data.evaluation):
+        if isinstance(split, TensorSplit):  # nothing looks at the labels later, sample by sample
+            known_labels(split, data.num_classes, config.name)
+    return data
+
+
+def _load_both(known: KnownData, config: DataConfig) -> Data:
+    train, classes = _load_known(known, config, train=True)
+    evaluation, _ = _load_known(known, config, train=False)
+    return Data(train, evaluation, known.num_classes, classes, config.mean or known.mean, config.std or known.std)
+
+
+def _load_own(config: DataConfig) -> Data:
     build = load_callable(config.name, "data.name")
     train, evaluation = build(True), build(False)
     for split, data in (("train", train), ("eval", evaluation)):
@@ -129,13 +139,29 @@ def _load_encoded(config: DataConfig, bad_images: Path, alive: Callable[[], None
     )
 
 
-def known_labels(split: MapStyle) -> Tensor | None:
-    """The classes of all samples, int64 (N,), where they are known without reading any; a user's data set may have them
-    as `targets`, as torchvision's do."""
-    if isinstance(split, TensorSplit):
-        return split.labels
-    found = split.files.labels if isinstance(split, ImageSplit) else getattr(split, "targets", None)
-    return None if found is None else torch.as_tensor(found, dtype=torch.int64)
+def known_labels(split: MapStyle, num_classes: int, name: str) -> Tensor | None:
+    """The classes of all samples, int64 (N,), where they are known without reading any; a user's data set, `name`, may
+    have them as `targets`, as torchvision's do. Raises ConfigError where these are not a class for each sample."""
+    if isinstance(split, ImageSplit):
+        return torch.as_tensor(split.files.labels, dtype=torch.int64)
+    found = split.labels if isinstance(split, TensorSplit) else getattr(split, "targets", None)
+    return None if found is None else _as_classes(found, len(split), num_classes, name)
+
+
+def _as_classes(found: Any, num_samples: int, num_classes: int, name: str) -> Tensor:
+    wanted = f"wanted is a class for each of the {num_samples:,} samples, an integer from 0 to {num_classes - 1}"
+    try:
+        labels = torch.as_tensor(found)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ConfigError(f"data.name: the labels of {name} are no tensor of integers ({error}); {wanted}") from error
+    if labels.shape != (num_samples,) or labels.is_floating_point() or labels.is_complex():
+        what = f"{labels.dtype} of shape {tuple(labels.shape)}"
+        raise ConfigError(f"data.name: the labels of {name} are {what}; {wanted}")
+    strange = ((labels < 0) | (labels >= num_classes)).nonzero()
+    if len(strange):
+        index = int(strange[0])
+        raise ConfigError(f"data.name: sample {index} of {name} has the label {int(labels[index])}; {wanted}")
+    return labels.long()
 
 
 def _class_names(split: Any) -> tuple[str, ...] | None:
@@ -151,9 +177,9 @@ def _load_known(known: KnownData, config: DataConfig, *, train: bool) -> tuple[T
     except EnvironmentProblem:
         raise
     except Exception as error:  # files that are not there, or not what they are to be
-        text = "".join(str(error).splitlines()[:1])
         raise EnvironmentProblem(
-            f"{config.name} is not in {place}, or not as it was published: {text}; remove the folder to have it anew"
+            f"{config.name} is not in {place}, or not as it was published: {first_line(error)}; remove the folder "
+            "to have it anew"
         ) from error
 
 

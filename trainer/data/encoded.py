@@ -48,7 +48,8 @@ def name_at(names: bytes, ends: NDArray[np.int64], index: int) -> bytes:
 
 def held_back(names: Sequence[bytes], fraction: float) -> list[bool]:
     """Of one class: which are for evaluation, as the hash of the name is below `fraction` as a share of all hashes. So
-    none changes sides when others come or go. The one with the largest hash never is."""
+    none changes sides when others come or go, but where that leaves nothing to train on: then the one with the largest
+    hash is trained on, as long as it is that."""
     hashes = [int.from_bytes(hashlib.sha256(name).digest()[:8], "big") for name in names]
     last = max(range(len(names)), key=lambda number: (hashes[number], names[number]))
     return [value < int(fraction * 2**64) and number != last for number, value in enumerate(hashes)]
@@ -63,13 +64,12 @@ def number_classes(
     name themselves, up to `num_classes` or the largest; other labels are numbered in the order of their names in the
     training split. Raises ConfigError, naming `what`, for a label that is none of these.
     """
-    found, inverse = np.unique(np.array(train, dtype=np.str_), return_inverse=True)
-    seen, place = np.unique(np.array(evaluation, dtype=np.str_), return_inverse=True)
+    found = sorted(set(train))
     are_numbers = all(text.isdecimal() and text == str(int(text)) for text in found)
     largest = max((int(text) for text in found), default=-1) if are_numbers else None
     if names is None and largest is not None:
         names = [str(number) for number in range(max(num_classes or 0, largest + 1))]
-    names = tuple(found.tolist() if names is None else names)
+    names = tuple(found if names is None else names)
     if num_classes not in (None, len(names)):
         raise ConfigError(f"data.num_classes is {num_classes} but {what} has {len(names)} classes")
     if len(names) < 2:
@@ -78,17 +78,15 @@ def number_classes(
         )
     are_places = largest is not None and largest < len(names)
     numbers = {str(number) if are_places else name: number for number, name in enumerate(names)}
-    return names, _numbered(found, inverse, numbers, what), _numbered(seen, place, numbers, what)
+    return names, _numbered(train, numbers, what), _numbered(evaluation, numbers, what)
 
 
-def _numbered(
-    texts: NDArray[np.str_], inverse: NDArray[np.int64], numbers: dict[str, int], what: str
-) -> NDArray[np.int64]:
-    strangers = [text for text in texts.tolist() if text not in numbers]
+def _numbered(texts: Sequence[str], numbers: dict[str, int], what: str) -> NDArray[np.int64]:
+    strangers = sorted(set(texts) - numbers.keys())
     if strangers:
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise ConfigError(
             f"{what} has the labels {', '.join(map(repr, strangers[:5]))}{more}, which are no class of the training "
             "split; add them to what is trained on, or take them away"
         )
-    return np.array([numbers[text] for text in texts.tolist()], dtype=np.int64)[inverse]
+    return np.fromiter((numbers[text] for text in texts), np.int64, len(texts))

@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from trainer.data.boxes import box, span
 from trainer.data.order import hash_of, random_integers
 
 _TRIES = 10
@@ -34,10 +35,9 @@ def boxes_to_erase(shape: torch.Size, probability: float, key: int, draws: Tenso
     fits = (tall < height) & (wide < width)
     first = (fits * torch.arange(_TRIES, 0, -1, device=draws.device)).argmax(1, keepdim=True)
     is_erased = fits.any(1) & (numbers[:, _IF] < round(probability * 2**_BITS))
-    rows = _span(numbers[:, _TOP], tall.gather(1, first).squeeze(1), height)
-    columns = _span(numbers[:, _LEFT], wide.gather(1, first).squeeze(1), width)
-    inside: Tensor = rows.unsqueeze(2) & columns.unsqueeze(1) & is_erased.view(-1, 1, 1)
-    return inside.unsqueeze(1)
+    rows = _anywhere(numbers[:, _TOP], tall.gather(1, first).squeeze(1), height)
+    columns = _anywhere(numbers[:, _LEFT], wide.gather(1, first).squeeze(1), width)
+    return box(rows & is_erased.unsqueeze(1), columns)
 
 
 @cache
@@ -48,11 +48,9 @@ def _stretches(device: torch.device) -> Tensor:
     return (torch.linspace(low, -low, _RATIOS, dtype=torch.float64) / 2).exp().float().to(device)
 
 
-def _span(numbers: Tensor, size: Tensor, length: int) -> Tensor:
+def _anywhere(numbers: Tensor, size: Tensor, length: int) -> Tensor:
     """Bool (B, length): `size` places in a row, anywhere."""
-    start = (numbers * (length - size + 1)) >> _BITS
-    places = torch.arange(length, device=size.device)
-    return (places >= start.unsqueeze(1)) & (places < (start + size).unsqueeze(1))
+    return span((numbers * (length - size + 1)) >> _BITS, size, length)
 
 
 def noise(shape: torch.Size, key: int, draws: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from torch import Tensor
 from configs.data_section import DataConfig
 from configs.errors import EnvironmentProblem, TrainingError
 from configs.text import printable
-from trainer.data.augment import CROP, INTERPOLATION
 from trainer.data.bad_images import BadImages
 from trainer.data.crops import centre_view, random_view
 from trainer.data.decode import DecodingError, View, read_pixels, whole
 from trainer.data.encoded import Encoded
 from trainer.data.order import key_of
+from trainer.data.streams import Stream
 
 TRAINING, EVALUATION = "training", "evaluation"
 """The names of the splits."""
@@ -33,6 +33,11 @@ class ImageSplit:
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         return self.sample(0, 0, index)
+
+    def unaugmented(self) -> "ImageSplit":
+        """The same images as an evaluation would see them, in the size of training."""
+        config = self.config.model_copy(update={"eval_image_size": None})
+        return ImageSplit(self.files, EVALUATION, config, self.bad)
 
     def sample(self, seed: int, epoch: int, draw: int, side: int | None = None) -> tuple[Tensor, int]:
         """The image, uint8 (channels, H, W), and its class; a random crop is that of (seed, epoch, draw),
@@ -71,10 +76,10 @@ class ImageSplit:
         if side is None:
             return whole
         if interpolation == "random":
-            is_drawn = self.name == TRAINING and key_of(seed, epoch, INTERPOLATION, draw) % 2
+            is_drawn = self.name == TRAINING and key_of(seed, epoch, Stream.INTERPOLATION, draw) % 2
             interpolation = "bilinear" if is_drawn else "bicubic"
         if self.name == TRAINING and augment.crop_scale is not None:
-            key = key_of(seed, epoch, CROP, draw)
+            key = key_of(seed, epoch, Stream.CROP, draw)
             return random_view(key, side, augment.crop_scale, augment.crop_ratio, interpolation)
         seen = config.eval_image_size or config.image_size
         if self.name == EVALUATION:

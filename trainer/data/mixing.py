@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.augment_section import AugmentConfig
+from trainer.data.boxes import box, span
 from trainer.data.order import key_of, random_integers
+from trainer.data.streams import Stream
 
-MIX = 6
-"""The stream of random numbers; those before are in augment.py."""
 _IF, _WHICH, _MIXUP, _CUTMIX, _Y, _X = range(6)
 _QUANTILES = 2**16
 _BITS = 24
@@ -63,13 +63,14 @@ class Mixing:
         """
         height, width = images.shape[2:]
         side = self._quantile(self._cutmix, _CUTMIX, epoch, pairs).sqrt()
-        rows, columns = (
-            _span(self._draw(kind, epoch, pairs, length), (side * length).long() // 2, length)
-            for kind, length in ((_Y, height), (_X, width))
-        )
+        rows, columns = (self._span(kind, epoch, pairs, side, length) for kind, length in ((_Y, height), (_X, width)))
         area = rows.sum(1) * columns.sum(1)
         share = (area * 2**_BITS + height * width // 2) // (height * width)
-        return share.float() * 2.0**-_BITS, (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(1).float()
+        return share.float() * 2.0**-_BITS, box(rows, columns).float()
+
+    def _span(self, kind: int, epoch: int, pairs: Tensor, side: Tensor, length: int) -> Tensor:
+        reach = (side * length).long() // 2
+        return span(self._draw(kind, epoch, pairs, length) - reach, 2 * reach, length)
 
     def _quantile(self, table: Tensor | None, kind: int, epoch: int, pairs: Tensor) -> Tensor:
         if table is None:
@@ -80,18 +81,12 @@ class Mixing:
         return self._draw(kind, epoch, pairs, 2**_BITS).lt(round(probability * 2**_BITS))
 
     def _draw(self, kind: int, epoch: int, pairs: Tensor, bound: int) -> Tensor:
-        return random_integers(key_of(self._seed, epoch, MIX, kind), pairs, bound)
+        return random_integers(key_of(self._seed, epoch, Stream.MIX, kind), pairs, bound)
 
 
 def partners_of(count: int, device: torch.device) -> Tensor:
     """1, 0, 3, 2, ...; the last of an odd number is its own. int64 of shape (count,)."""
     return (torch.arange(count, device=device) ^ 1).clamp(max=count - 1)
-
-
-def _span(centre: Tensor, reach: Tensor, length: int) -> Tensor:
-    """Bool (B, length): from centre - reach to centre + reach, without it."""
-    places = torch.arange(length, device=centre.device)
-    return (places >= (centre - reach).unsqueeze(1)) & (places < (centre + reach).unsqueeze(1))
 
 
 def beta_quantiles(alpha: float, count: int) -> Tensor:

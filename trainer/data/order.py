@@ -150,13 +150,17 @@ class Order:
     def batches_per_epoch(self) -> int:
         return steps_per_epoch(self.num_samples, self.global_batch_size, drop_last=self.drop_last)
 
+    @cached_property
+    def draws_each_once(self) -> bool:
+        return self.draw is None and self.repeats == 1
+
     def global_batch(self, epoch: int, index: int) -> Tensor:
         """Sample indices of a whole global batch, over all ranks."""
         return self._draws(epoch)[index * self.global_batch_size :][: self.global_batch_size] % self.num_samples
 
     def _draws(self, epoch: int) -> Tensor:
         """Of the whole epoch, in its order; see RankBatch.draws."""
-        if self.draw is None and self.repeats == 1:
+        if self.draws_each_once:
             return epoch_permutation(self.num_samples, self.seed, epoch, self.device)
         places = torch.arange(self.num_samples, device=self.device)
         if self.draw is not None:
@@ -168,7 +172,7 @@ class Order:
         return order[images] + self.num_samples * (within // self.unit)
 
     def _indices(self, draws: list[Tensor]) -> list[Tensor]:
-        if self.draw is None and self.repeats == 1:
+        if self.draws_each_once:
             return draws
         return [draw % self.num_samples for draw in draws]
 

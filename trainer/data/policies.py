@@ -11,9 +11,6 @@ from torch import Tensor
 from configs.augment_section import AugmentConfig
 from configs.errors import ConfigError
 
-POLICY = 7
-"""The stream of random numbers; those before are in augment.py and mixing.py."""
-
 _STRENGTHS = 31
 """Of torchvision's RandAugment: magnitudes from 0 to 30."""
 

@@ -9,9 +9,7 @@ from configs.data_section import DataConfig
 from configs.errors import ConfigError
 from trainer.data.datasets import MapStyle, known_labels
 from trainer.data.order import hash_of, key_of
-
-SAMPLING = 8
-"""The stream of random numbers; those before are in augment.py, mixing.py and policies.py."""
+from trainer.data.streams import Stream
 
 
 def sampling_weights(config: DataConfig, split: MapStyle, num_classes: int) -> Tensor | None:
@@ -25,7 +23,7 @@ def sampling_weights(config: DataConfig, split: MapStyle, num_classes: int) -> T
         return None
     if isinstance(config.sampling_weights, str):
         return _from_file(Path(config.sampling_weights), len(split))
-    labels = known_labels(split)
+    labels = known_labels(split, num_classes, config.name)
     if labels is None:
         raise ConfigError(
             f"data.sampling: {config.sampling} needs the class of each sample, and {config.name} has no `targets`; use "
@@ -62,7 +60,7 @@ def draw(weights: Tensor, seed: int, epoch: int) -> Tensor:
     By the inverse of the cumulative weights, in float64 on the CPU, so that it is the same on every device.
     """
     places = torch.arange(len(weights))
-    shares = (hash_of(key_of(seed, epoch, SAMPLING), places) >> 11 & (1 << 53) - 1).double() * 2.0**-53
+    shares = (hash_of(key_of(seed, epoch, Stream.SAMPLING), places) >> 11 & (1 << 53) - 1).double() * 2.0**-53
     limits = weights.cumsum(0)
     found = torch.searchsorted(limits, shares * limits[-1], right=True)
     return found.clamp(max=int(weights.nonzero()[-1]))  # a sum that was rounded up leaves room behind the last one

@@ -68,8 +68,16 @@ def _list(folder: Path) -> dict[str, list[int]]:
         paths = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise EnvironmentProblem(f"cannot read the folder {folder}: {error.strerror}; make it readable") from error
-    facts = {path.name: path.stat() for path in paths if path.suffix == ".tar"}
-    return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in facts.items()}
+    return {path.name: _size_and_time(path) for path in paths if path.suffix == ".tar"}
+
+
+def _size_and_time(path: Path) -> list[int]:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        what = "a link to nothing" if path.is_symlink() else error.strerror
+        raise EnvironmentProblem(f"cannot read {path}: {what}; mend it or take it away") from error
+    return [facts.st_size, facts.st_mtime_ns]
 
 
 def _kept(folder: Path, files: dict[str, list[int]]) -> list[Shard] | None:

@@ -123,7 +123,11 @@ def _class_names(root: Path) -> tuple[str, ...] | None:
     file = root / CLASSES
     if not file.is_file():
         return None
-    names = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        text = file.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise ConfigError(f"{file} is not UTF-8 ({error}); save it as that") from error
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
     if twice := [name for name, number in Counter(names).items() if number > 1]:
         raise ConfigError(f"{file} names {twice[0]!r} twice; each class needs a name of its own")
     return names
