@@ -147,17 +147,21 @@ def steps_by_hand(model: nn.Module, images: Tensor, labels: Tensor) -> Iterator[
 def bare_steps(
     model: nn.Module, images: Tensor, labels: Tensor, prepare: Callable[[Tensor], Tensor]
 ) -> Iterator[float]:
-    """The limit of eager torch: the network, the loss, autograd and the optimizer's kernel, and nothing around them.
-    Yields the loss after each step."""
+    """The limit of eager torch: the network, the loss, autograd's engine and the optimizer's kernel, and nothing around
+    them. Yields the loss after each step."""
     parameters = list(model.parameters())
     while True:
         for ids in torch.randperm(len(images)).split(BATCH):
             yield bare_step(model, parameters, prepare(images.index_select(0, ids)), labels.index_select(0, ids))
 
 
+_ONE = torch.ones(())
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
+
+
 def bare_step(model: nn.Module, parameters: list[nn.Parameter], images: Tensor, labels: Tensor) -> float:
     loss = F.nll_loss(model(images), labels)
-    loss.backward()
+    _run_backward((loss,), (_ONE,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     gradients = [p.grad for p in parameters if p.grad is not None]
     settings: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
     torch._fused_sgd_(list[Tensor](parameters), gradients, [], lr=LR, maximize=False, is_first_step=False, **settings)

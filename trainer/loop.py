@@ -10,6 +10,7 @@ from torch import Tensor
 from configs.beat import BOUNDARY, COMPUTE, UPDATE, WAITING
 from configs.errors import ConfigError
 from trainer.agreement import Agreed, HostCopy, bad_and_loss, signal_values
+from trainer.backward import backward
 from trainer.boundary import at_boundary
 from trainer.data.order import RankBatch
 from trainer.evaluate import evaluation_mode
@@ -88,11 +89,11 @@ def train_step(job: Job, batch: RankBatch, pieces: Pieces) -> None:
             piece_loss, signals = forward(job, batch, images, labels, batch.draws[index])
             loss = piece_loss.detach() if loss is None else loss + piece_loss.detach()
             if signals is None or not is_last:
-                piece_loss.backward(factor)
+                backward((piece_loss,), (factor,))
             else:
                 own_loss = torch.zeros_like(loss) if batch.is_dummy else loss
                 values = own_signals(job, signals, own_loss, context.world_size / batch.size)
-                torch.autograd.backward([piece_loss, signals], [factor, values])
+                backward((piece_loss, signals), (factor, values))
         if job.shards is not None:
             job.shards.end(batch, index, piece_loss.detach())
     if job.shards is not None:

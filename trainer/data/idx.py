@@ -15,7 +15,9 @@ UNSIGNED_BYTE = 8
 
 def read_idx(path: Path) -> Tensor:
     """The array in `path`, uint8, of whatever shape the file says. Raises ValueError if it is none, OSError."""
-    content = bytearray(path.read_bytes())
+    content = bytearray(path.stat().st_size)  # what torch takes without a copy
+    with path.open("rb") as file:
+        file.readinto(content)
     try:
         zeros, kind, num_axes = struct.unpack_from(">HBB", content)
         shape = struct.unpack_from(f">{num_axes}I", content, 4)
