@@ -50,9 +50,14 @@ def exit_s(arguments: list[str], folder: Path) -> float:
 
 def lockstep_exit_s(folder: Path) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as runs:
-        length = ("max_epochs=null", f"max_steps={STEPS}")
-        seconds = exit_s([*MARKED_TUTORIAL, *length, "--runs-dir", runs, "--run-name", "one"], folder)
-        check_saved(RunDir(Path(runs) / "one"))
+        return exit_of_run(RunDir(Path(runs) / "one"), folder)
+
+
+def exit_of_run(run: RunDir, folder: Path) -> float:
+    """exit_s() of a new run."""
+    place = ("--runs-dir", str(run.path.parent), "--run-name", run.path.name)
+    seconds = exit_s([*MARKED_TUTORIAL, "max_epochs=null", f"max_steps={STEPS}", *place], folder)
+    check_saved(run)
     return seconds
 
 

@@ -11,6 +11,7 @@ from benchmarks.harness import ROOT
 from benchmarks.jobs import STEADY, batches_of, build_job
 from benchmarks.turns import AHEAD, ALONE, BATCH, EPOCH, answer_in_turn, turn
 from configs.loader import load_config
+from configs.schema import RunConfig
 from trainer.data import jpeg, workers
 from trainer.job import Job
 
@@ -21,6 +22,12 @@ def batches(job: Job) -> Iterator[int]:
         yield len(job.preprocess.for_training(images, batch.epoch, batch.pieces[0]))
 
 
+def photographs_config(root: str, num_workers: int) -> RunConfig:
+    data = ["image_size=224", "augment.crop_scale=[0.08,1.0]", f"root={root}", f"num_workers={num_workers}"]
+    settings = [f"global_batch_size={BATCH}", "mixed_precision=no", *(f"data.{setting}" for setting in data), *STEADY]
+    return load_config(ROOT / "configs/imagefolder.yaml", settings).config
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
@@ -29,14 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.without_simplejpeg:
         jpeg.library = lambda: None
-    data = [
-        "image_size=224",
-        "augment.crop_scale=[0.08,1.0]",
-        f"root={options.root}",
-        f"num_workers={options.num_workers}",
-    ]
-    settings = [f"global_batch_size={BATCH}", "mixed_precision=no", *(f"data.{setting}" for setting in data), *STEADY]
-    config = load_config(ROOT / "configs/imagefolder.yaml", settings).config
+    config = photographs_config(options.root, options.num_workers)
     with tempfile.TemporaryDirectory() as folder:
         with contextlib.redirect_stdout(io.StringIO()):
             job = build_job(config, Path(folder))
