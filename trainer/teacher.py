@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from configs.errors import ConfigError, first_line
 from configs.known_data import KNOWN_DATA
-from configs.loader import load_config
 from configs.loss_section import LossConfig
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
@@ -68,6 +67,8 @@ def load_teacher(config: RunConfig, context: RunContext, data: "Data", shape: tu
         return None
     run = RunDir(Path(config.loss.teacher))
     _check_run(run, data)
+    from configs.loader import load_config  # the only one of a rank that needs YAML: 10 ms
+
     its = load_config(run.config, ()).config
     if its.loss.name == "bce":
         raise ConfigError(
