@@ -13,19 +13,19 @@ HANGS = {
     "sleeps for ever": (
         ("faults=[{kind: hang, rank: 1, step: 3}]",),
         r"rank 1 of 2 hangs at step 3: in \S+/faults\.py:\d+ _hang \(waited \d+ s, launch\.hang_timeout_s\)",
-        ("_engine_run_backward", "in _hang"),
+        ("in backward", "in _hang"),
     ),
     "is stopped": (
         ("faults=[{kind: sigstop, rank: 1, step: 3}]",),
         r"rank 1 was stopped \(SIGSTOP\) at step 3; the others waited \d+ s for it; "
         "continue a stopped process with kill -CONT",
-        ("_engine_run_backward", None),
+        ("in backward", None),
     ),
     "is in another collective": (
         ("model.name=tests.dist.toys:TakesAnotherTurn", "model.args={rank: 1, step: 3}"),
         r"the ranks wait for each other: rank 1 at step 3 in \S+/toys\.py:\d+ act, "
         r"rank 0 at step 3 with its own gradients computed \(waited \d+ s, launch\.hang_timeout_s\)",
-        ("_engine_run_backward", "in barrier"),
+        ("in backward", "in barrier"),
     ),
 }
 
