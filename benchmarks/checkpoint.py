@@ -63,8 +63,8 @@ def timed_save(job: Job) -> tuple[float, float]:
 
 
 def timed_torch_save(job: Job, path: Path) -> tuple[float, float]:
-    """Seconds that torch.save takes of the same weights and momentum, twice. It checks nothing and does not wait for
-    the disk, as a checkpoint does."""
+    """Seconds until training may go on, and until it is written, which here are the same: torch.save of the same
+    weights and momentum. It checks nothing and does not wait for the disk, as a checkpoint does."""
     start = time.perf_counter()
     torch.save({"model": job.model.state_dict(), "optimizer": list(job.optimizer.state.values())}, path)
     seconds = time.perf_counter() - start

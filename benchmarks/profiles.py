@@ -10,21 +10,24 @@ import io
 import json
 import pstats
 import re
+import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.checkpoint import LARGE, timed_save
+from benchmarks.checkpoint import LARGE, OUT, timed_save
 from benchmarks.ddp import resnet_config
 from benchmarks.exit import ONE_THREAD, exit_of_run
 from benchmarks.harness import ROOT, run_python
 from benchmarks.jobs import STEADY, batches_of, build_job, take_steps, tutorial_config
 from benchmarks.jpegs import photographs
 from benchmarks.photograph_batches import batches, photographs_config
+from benchmarks.unrolled import SETTINGS, steps_in_groups
 from configs.loader import load_config
 from configs.run_dir import RunDir
 from configs.schema import RunConfig
@@ -38,12 +41,12 @@ _IMPORT = re.compile(r"import time: +(\d+) \| +\d+ \| +([\w]+)")
 
 def steps_of(config: RunConfig, steps: int, profile: Profiler, threads: int = 1) -> Shares:
     """Of steps of the real job, after as many that are not looked at."""
-    with tempfile.TemporaryDirectory() as folder:
-        with contextlib.redirect_stdout(io.StringIO()):
-            job = build_job(config, Path(folder), threads_per_rank=threads)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        job = build_job(config, Path(folder), threads_per_rank=threads)
         ready = batches_of(job)
-        take_steps(job, ready, steps)
-        shares = profile(lambda: take_steps(job, ready, steps))
+        take = steps_in_groups(job) if config.steps_per_execution > 1 else partial(take_steps, job, ready)
+        take(steps)
+        shares = profile(lambda: take(steps))
         job.tracker.close()
     return shares
 
@@ -74,7 +77,8 @@ def in_percent(times: dict[str, float]) -> Shares:
 
 def saving() -> Shares:
     """Of the thread that trains, while it stands still for 307 MB and until they are published."""
-    with tempfile.TemporaryDirectory(dir=ROOT / "benchmarks" / "out") as folder:
+    OUT.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUT) as folder:
         with contextlib.redirect_stdout(io.StringIO()):
             job = build_job(tutorial_config(*STEADY, *LARGE), Path(folder), threads_per_rank=2)
         take_steps(job, batches_of(job), 1)
@@ -123,7 +127,7 @@ def _mnist() -> RunConfig:
 PROFILES: dict[str, tuple[str, Callable[[], Shares]]] = {
     "tutorial": ("%", lambda: steps_of(tutorial_config(*STEADY), 2000, by_function)),
     "tutorial-operators": ("%", lambda: steps_of(tutorial_config(*STEADY), 500, by_operator)),
-    "unrolled": ("%", lambda: steps_of(tutorial_config(*STEADY, "steps_per_execution=25"), 2000, by_function)),
+    "unrolled": ("%", lambda: steps_of(tutorial_config(*SETTINGS), 2000, by_function)),
     "mnist": ("%", lambda: steps_of(_mnist(), 20, by_operator, threads=2)),
     "ddp": ("%", lambda: steps_of(resnet_config(), 10, by_operator)),
     "photographs": ("%", reading),
@@ -134,11 +138,19 @@ PROFILES: dict[str, tuple[str, Callable[[], Shares]]] = {
 
 
 def main(names: list[str]) -> None:
+    """Each of several in a process of its own: of precision and threads there is one of a process."""
+    if len(names) == 1:
+        show(names[0])
+        return
     for name in names or PROFILES:
-        unit, measure = PROFILES[name]
-        print(f"\n{name}, {unit}")
-        for part, value in measure():
-            print(f"{value:8.1f}  {part}")
+        subprocess.run([sys.executable, "-m", "benchmarks.profiles", name], cwd=ROOT, check=True)
+
+
+def show(name: str) -> None:
+    unit, measure = PROFILES[name]
+    print(f"\n{name}, {unit}")
+    for part, value in measure():
+        print(f"{value:8.1f}  {part}")
 
 
 if __name__ == "__main__":

@@ -56,7 +56,18 @@ def measure(rounds: int | None = None) -> list[Row]:
 
 
 def groups(job: Job) -> Callable[[], Rate]:
-    """Blocks of what trainer.loop.train does with this job."""
+    """Blocks of such steps."""
+    take = steps_in_groups(job)
+
+    def measured() -> Rate:
+        take(-job.state.step % STEPS)  # the warm-up of the block before has shifted it
+        return timed(take)
+
+    return measured
+
+
+def steps_in_groups(job: Job) -> Callable[[int], None]:
+    """What trainer.loop.train does with this job, for a number of steps."""
     order = job.order.batches(0, 0)
     batches, multistep = job.source.training(order), MultiStep(job)
 
@@ -68,8 +79,4 @@ def groups(job: Job) -> Callable[[], Rate]:
             if job.pending is None:
                 at_boundary(job)
 
-    def measured() -> Rate:
-        take(-job.state.step % STEPS)  # the warm-up of the block before has shifted it
-        return timed(take)
-
-    return measured
+    return take
